@@ -1,0 +1,229 @@
+"""A folder of images: train/CLASS/..., val/CLASS/... and, if you like, test/CLASS/...; or CLASS/... alone."""
+
+import errno
+import os
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from meshwork.config import ConfigError
+from meshwork.data.loader import BadImage
+from meshwork.data.splits import Splits, Subset, subset
+from meshwork.data.table import Table, cached, is_hidden
+
+EXPECTED = "expected train/CLASS/... and val/CLASS/..., or CLASS/... with data.val_fraction=0.1"
+
+
+class ImageFolder:
+    """Pairs (PIL image, label) of a table's files.
+
+    mode: L or RGB. label_of: int64, the label of each of the table's classes; None: the target is the
+    index. Raises BadImage for a file that cannot be read.
+    """
+
+    draws = False
+
+    def __init__(self, table: Table, mode: str, label_of: np.ndarray | None):
+        self.table, self.mode, self.label_of = table, mode, label_of
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        image = read_image(self.table.path(index), self.mode)
+        if self.label_of is None:
+            return image, index
+        return image, int(self.label_of[self.table.labels[index]])
+
+    def path(self, index: int) -> str:
+        """The file's path; bytes that are not UTF-8 as backslash escapes."""
+        return shown(self.table.path(index))
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many files of which kind are no samples."""
+        return self.table.left_out
+
+
+def imagefolder(
+    root: str,
+    image_size: int,
+    mode: str = "train",
+    seed: int = 0,
+    num_samples: int | None = None,
+    val_samples: int | None = None,
+    val_fraction: float | None = None,
+    predict_root: str | None = None,
+    in_chans: int | None = None,
+    split_seed: int = 0,
+) -> Splits:
+    """The splits that `mode` needs; labels are the ranks of the names of train's class folders.
+
+    Without train/ and val/, val_fraction of each class is split off, by split_seed
+    (data.args.split_seed), not by the run's seed: runs of several seeds are measured on the same images,
+    and mode=validate never meets trained ones. predict_root: a tree of images without labels.
+    Raises ConfigError for a folder that is laid out otherwise.
+    """
+    if in_chans not in (None, 1, 3):
+        raise ConfigError(f"model.in_chans={in_chans}: images are given with 1 or 3 channels")
+    pixels = "L" if in_chans == 1 else "RGB"
+    folders = _folders(root, "data.root")
+    split = val_fraction is not None
+    _check_layout(root, folders, split, mode)
+    train_root = os.path.join(root, "train") if "train" in folders else root
+    names = [os.fsencode(name) for name in _folders(train_root, "data.root")]
+    train = val = test = predict = None
+    if mode == "train" or (split and mode == "validate"):
+        train = _labelled(train_root, names, pixels)
+        _check_classes(train.table)
+        if split:
+            train, val = _split(train, val_fraction, split_seed)
+        train = subset(train, num_samples, seed, "data.num_samples")
+    if mode in ("train", "validate") and not split:
+        val = _labelled(os.path.join(root, "val"), names, pixels)
+    if val is not None:
+        val = subset(val, val_samples, split_seed, "data.val_samples")
+    if mode == "test" or (mode == "predict" and predict_root is None):
+        test = _labelled(os.path.join(root, "test"), names, pixels)
+    if mode == "predict" and predict_root is not None:
+        predict = _unlabelled(predict_root, pixels)
+    classes = tuple(shown(name) for name in names)
+    return Splits(train, val, test, predict, classes, in_chans or 3, image_size)
+
+
+# ---- the layout of the folder --------------------------------------------------------------------
+
+
+def _folders(root: str, key: str) -> list[str]:
+    try:
+        entries = [e for e in os.scandir(root) if e.is_dir() and not is_hidden(os.fsencode(e.name))]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot list the folder {root} ({error.strerror}): change {key}"
+        ) from error
+    return sorted((e.name for e in entries), key=os.fsencode)
+
+
+def _check_layout(root: str, folders: list[str], split: bool, mode: str) -> None:
+    special = [name for name in ("train", "val", "test") if name in folders]
+    found = ", ".join(f"{shown(os.fsencode(name))}/" for name in folders[:5]) or "no folders"
+    found += ", ..." if len(folders) > 5 else ""
+    if not folders or (special and "train" not in folders) or (not special and not split):
+        raise ConfigError(f"found {found} in data.root={root}: {EXPECTED}")
+    if "val" in folders and split:
+        raise ConfigError(
+            f"found val/ in data.root={root} and data.val_fraction: set data.val_fraction=null to use "
+            "val/, or take the folder away"
+        )
+    needed = {"train": "val", "validate": "val", "test": "test"}.get(mode)
+    if needed == "val" and "val" not in folders and not split:
+        raise ConfigError(f"found {found} but no val/ in data.root={root}: {EXPECTED}")
+    if needed == "test" and "test" not in folders:
+        raise ConfigError(f"found {found} but no test/ in data.root={root}: mode=test needs it")
+
+
+def _table(root: str, by_class: bool) -> Table:
+    try:
+        table = cached(root, by_class)
+    except OSError as error:
+        raise ConfigError(f"cannot list {root}: {error}") from error
+    if len(table) == 0:
+        raise ConfigError(f"no images in {root} (left out: {table.left_out or 'nothing'})")
+    return table
+
+
+def _labelled(root: str, names: list[bytes], mode: str) -> ImageFolder:
+    table = _table(root, by_class=True)
+    labels = {name: label for label, name in enumerate(names)}
+    if unknown := [shown(name) for name in table.classes if name not in labels]:
+        raise ConfigError(
+            f"{root} has class folders that train/ has not: {', '.join(unknown)}; rename or move them, "
+            f"train/ has {', '.join(shown(name) for name in names[:10])}"
+        )
+    return ImageFolder(table, mode, np.array([labels[name] for name in table.classes]))
+
+
+def _unlabelled(root: str, mode: str) -> ImageFolder:
+    if not os.path.isdir(root):
+        raise ConfigError(f"data.predict_root={root} is no folder")
+    return ImageFolder(_table(root, by_class=False), mode, None)
+
+
+def _check_classes(table: Table) -> None:
+    counts = np.bincount(table.labels, minlength=len(table.classes))
+    if empty := [shown(table.classes[k]) for k in np.flatnonzero(counts == 0)]:
+        raise ConfigError(
+            f"class folders without an image in {shown(table.root)}: {', '.join(empty)}; remove them or "
+            "add images"
+        )
+
+
+def _split(data: ImageFolder, fraction: float, seed: int) -> tuple[Subset, Subset]:
+    """Training and validation rows: of each class the same share, at least one image on both sides."""
+    labels, rng, chosen = np.asarray(data.table.labels), np.random.default_rng(seed), []
+    for rows in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
+        n = min(max(1, round(fraction * len(rows))), len(rows) - 1)
+        chosen.append(rng.permutation(rows)[:n])
+    held_out = np.zeros(len(labels), bool)
+    held_out[np.concatenate(chosen)] = True
+    if not held_out.any():
+        raise ConfigError(f"data.val_fraction={fraction}: no class has two images to split")
+    return Subset(data, np.flatnonzero(~held_out)), Subset(data, np.flatnonzero(held_out))
+
+
+# ---- one image -----------------------------------------------------------------------------------
+
+
+def read_image(path: str | bytes, mode: str) -> Image.Image:
+    """A file's image in mode L or RGB, turned as its EXIF orientation says, the first frame of several.
+
+    What is transparent is laid on white; 16-bit grey is divided by 256. Raises BadImage with path and
+    reason.
+    """
+    try:
+        with Image.open(os.fsdecode(path)) as image:
+            image.load()
+            return _in_mode(_upright(image), mode)
+    except Exception as error:  # PIL's decoders raise nearly every kind
+        ours = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in ours:
+            raise
+        raise BadImage(shown(os.fsencode(path)), _reason(error)) from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # a broken EXIF block says nothing about the pixels
+        return image
+
+
+def _in_mode(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode == mode and "transparency" not in image.info:
+        return image.copy()
+    if image.mode.startswith("I"):
+        wide = np.asarray(image).astype(np.int64)
+        return Image.fromarray((wide.clip(0, 65535) >> 8).astype(np.uint8)).convert(mode)
+    if image.mode == "F":
+        raise ValueError("pixels are floating-point numbers: expected 8 or 16 bits a channel")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if mode == "L" and image.mode not in ("1", "LA"):
+        image = image.convert("RGB")
+    return image.convert(mode)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "not an image that PIL knows"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def shown(path: bytes) -> str:
+    """A path on one line, whatever bytes it holds."""
+    text: Any = path.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

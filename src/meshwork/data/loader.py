@@ -1,0 +1,277 @@
+"""From the order of the data to batches: which rows a rank takes, how they are read, the loader.
+
+Order, padding and augmentation follow from (seed, epoch, index) alone: batches are the same for any
+number of workers, and joined over the ranks the same for any number of ranks.
+"""
+
+import random
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+
+from meshwork.batch import Batch, BatchPlan, map_tensors
+from meshwork.config import ConfigError
+from meshwork.data.order import mixed, permuted
+
+BLOCK = 2048  # samples whose order is looked up at once: 0.2 us each, where one alone takes 200
+STAND_INS = 100  # images in a row that may be bad
+
+
+@dataclass(frozen=True)
+class Step:
+    """The samples of one rank for one step.
+
+    indices: int64, the rank's real rows. padded: rows to give, copies included. total: samples of the
+    step over all ranks. start: position of the step's first sample in its epoch.
+    """
+
+    epoch: int
+    start: int
+    indices: np.ndarray
+    padded: int
+    total: int
+
+
+class BadImage(Exception):
+    """An image that cannot be read; a data set raises BadImage(path, reason)."""
+
+    def __init__(self, path: str, reason: str | None = None):
+        # A loader worker's error is made again from one string, its traceback: the last line is ours.
+        again = reason is None
+        text = path.strip().splitlines()[-1].rpartition("BadImage: ")[2] if again else None
+        super().__init__(text or f"cannot read the image {path}: {reason}")
+        self.path, self.reason = path, reason
+
+
+# ---- which rows ----------------------------------------------------------------------------------
+
+
+def epoch_samples(n: int, plan: BatchPlan, drop_last: bool) -> int:
+    """Samples of an epoch: whole global batches, and what is left of n where drop_last is false
+    (whole micro-batches of it where the model couples samples, which are never padded)."""
+    unit = plan.global_batch if drop_last else plan.micro if plan.coupled else 1
+    return n - n % plan.global_batch + n % plan.global_batch // unit * unit
+
+
+def train_steps(
+    n: int, plan: BatchPlan, rank: int, seed: int, epoch: int, offset: int, drop_last: bool
+) -> Iterator[Step]:
+    """Steps of a data rank without end, from the sample at `offset` of an epoch on."""
+    end = epoch_samples(n, plan, drop_last)
+    if end == 0:
+        raise ConfigError(
+            f"{n} training samples give no step of trainer.global_batch_size={plan.global_batch}: "
+            f"set trainer.global_batch_size={max(n, 1)} or less, or data.drop_last=false"
+        )
+    steps_a_block = max(1, BLOCK // plan.padded)
+    while True:
+        starts = range(offset, end, plan.global_batch)
+        starts = [s for s in starts if not drop_last or s + plan.global_batch <= end]
+        for first in range(0, len(starts), steps_a_block):
+            block = starts[first : first + steps_a_block]
+            sizes = [min(plan.global_batch, end - start) for start in block]
+            rows = [plan.rows(rank, size) for size in sizes]
+            positions = [s + np.arange(r.start, r.stop) for s, r in zip(block, rows, strict=True)]
+            samples = permuted(np.concatenate(positions), n, seed, epoch)
+            parts = np.split(samples, np.cumsum([len(r) for r in rows])[:-1])
+            for start, size, indices in zip(block, sizes, parts, strict=True):
+                yield Step(epoch, start, indices, plan.padded, size)
+        epoch, offset = epoch + 1, 0
+
+
+def eval_steps(n: int, size: int, rank: int, ranks: int) -> list[Step]:
+    """Steps of a rank that together, over all ranks, hold each of n samples once, `size` rows a rank.
+
+    Every rank has the same number of them; where a rank has nothing left, all its rows are padding.
+    """
+    steps = []
+    for start in range(0, n, size * ranks):
+        first = min(n, start + size * rank)
+        indices = np.arange(first, min(n, first + size))
+        steps.append(Step(0, start, indices, size, min(size * ranks, n - start)))
+    return steps
+
+
+# ---- from rows to a batch ------------------------------------------------------------------------
+
+
+class Samples:
+    """A data set seen step by step: `samples[step]` is the rank's `Batch`.
+
+    dataset: `dataset[index]` gives a pair (input or tuple of inputs, target) or a dict, whose entries
+    named in `inputs` (none: the first) are the model's inputs and whose other entries are the target
+    (one alone: without its name). transform: applied to inputs that are PIL images; what is a tensor
+    passes as it is. train: random numbers are drawn for each sample from (seed, epoch, index, draw),
+    unless transform and dataset both say `draws = False`, by Python, numpy and torch alike; `draw`
+    counts stand-ins. on_bad_image: raise, or skip: in training the next good sample stands in, in
+    evaluation the row's weight is 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transform: Callable[[Image.Image], torch.Tensor],
+        seed: int,
+        train: bool,
+        inputs: tuple[str, ...] = (),
+        on_bad_image: str = "raise",
+    ):
+        self.dataset, self.transform, self.inputs = dataset, transform, tuple(inputs)
+        self.seed, self.train, self.skip = seed, train, on_bad_image == "skip"
+        draws = getattr(transform, "draws", True) or getattr(dataset, "draws", True)
+        self.draws = train and draws
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, step: Step) -> Batch:
+        indices = step.indices if len(step.indices) else np.array([step.start])  # all padding
+        n, bad = len(step.indices), []
+        with random_state_kept(self.draws and get_worker_info() is None):
+            items, found = zip(*self._rows(step.epoch, indices, bad), strict=True)
+        inputs, target = default_collate(list(items))
+        weight = torch.zeros(step.padded)
+        weight[:n] = torch.tensor(found[:n], dtype=torch.float32)
+        if step.padded > len(items):
+            rows = torch.arange(step.padded) % len(items)
+            inputs, target = map_tensors(lambda t: t[rows], (inputs, target))
+        uniform = n == step.padded and all(found)
+        return Batch(tuple(inputs), target, weight, step.total, tuple(bad) if n else (), uniform)
+
+    def _rows(self, epoch: int, indices: np.ndarray, bad: list) -> Iterator[tuple[Any, bool]]:
+        """Each row's item, and whether it counts."""
+        seeds = sample_seeds(self.seed, epoch, indices) if self.draws else indices
+        for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
+            try:
+                yield self._item(index, seed), True
+            except BadImage as error:
+                if not self.skip:
+                    raise
+                bad.append((error.path, error.reason))
+                yield self._stand_in(epoch, index, bad), self.train
+
+    def _stand_in(self, epoch: int, index: int, bad: list) -> Any:
+        for draw in range(1, STAND_INS):
+            other = (index + draw) % len(self.dataset)
+            try:
+                return self._item(
+                    other, int(sample_seeds(self.seed, epoch, np.array([other]), draw)[0])
+                )
+            except BadImage as error:
+                last = error
+        raise last
+
+    def _item(self, index: int, seed: int) -> tuple[tuple, Any]:
+        if self.draws:
+            random.seed(seed)
+            np.random.seed(seed >> 32)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 88 us
+        inputs, target = self._parts(self.dataset[index])
+        return tuple(self.transform(x) if isinstance(x, Image.Image) else x for x in inputs), target
+
+    def _parts(self, sample: Any) -> tuple[tuple, Any]:
+        if isinstance(sample, dict):
+            names = self.inputs or (next(iter(sample)),)
+            if missing := [name for name in names if name not in sample]:
+                raise ConfigError(
+                    f"the data set has no entry {missing[0]!r}: expected one of "
+                    f"{', '.join(sample)}; change task.inputs"
+                )
+            rest = {name: value for name, value in sample.items() if name not in names}
+            target = next(iter(rest.values())) if len(rest) == 1 else rest
+            return tuple(sample[name] for name in names), target
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise ConfigError(
+                f"the data set gave {type(sample).__name__}: expected a pair (input, target) or a dict"
+            )
+        inputs, target = sample
+        return (inputs if isinstance(inputs, tuple) else (inputs,)), target
+
+
+def sample_seeds(seed: int, epoch: int, indices: np.ndarray, draw: int = 0) -> np.ndarray:
+    """A 64-bit seed for each sample (uint64 array), from (seed, epoch, index, draw) alone."""
+    words = np.random.SeedSequence((seed & 0xFFFFFFFF, seed >> 32, epoch, draw))
+    return mixed(indices.astype(np.uint64) ^ words.generate_state(1, np.uint64))
+
+
+@contextmanager
+def random_state_kept(keep: bool) -> Iterator[None]:
+    """Puts the states of Python's, numpy's and torch's generators back at the end."""
+    if not keep:
+        yield
+        return
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+# ---- the loader ----------------------------------------------------------------------------------
+
+
+def loader(
+    samples: Samples,
+    steps: Iterable[Step],
+    workers: int,
+    device: torch.device,
+    timeout_s: float = 600,
+) -> DataLoader:
+    """Batches of the steps, in their order, read ahead by worker processes."""
+    return DataLoader(
+        samples,
+        sampler=steps,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        worker_init_fn=_start_worker,
+        pin_memory=device.type == "cuda",
+        timeout=timeout_s if workers else 0,
+        generator=torch.Generator(),  # else each start draws from the stream dropout uses
+    )
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _start_worker(worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to answer
+
+
+def explain(error: BaseException) -> str | None:
+    """The sentence for an error of the loader that a person can do something about; None for others."""
+    text = str(error)
+    if isinstance(error, BadImage):
+        return f"{text}. Set data.on_bad_image=skip, or list all such files: python scripts/scan.py"
+    if isinstance(error, ConfigError):
+        return text.strip().splitlines()[-1].rpartition("ConfigError: ")[2]
+    if not isinstance(error, RuntimeError) or "DataLoader" not in text:
+        return None
+    if re.search(r"killed by signal: (Killed|9)|exited unexpectedly", text):
+        return (
+            "a loader worker was killed, most likely because memory ran out (dmesg tells): set a "
+            "smaller data.workers or trainer.micro_batch_size, or ask for more memory"
+        )
+    if "Bus error" in text:
+        return (
+            "a loader worker ran out of shared memory (/dev/shm): give the container more "
+            "(docker run --ipc=host), or set data.workers=0"
+        )
+    if "timed out" in text:
+        return (
+            "a loader worker gave no batch in time: is the file system of data.root slow or gone? "
+            "Set data.workers=0 to see where it waits, or a larger runtime.timeout_s"
+        )
+    return None

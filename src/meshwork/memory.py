@@ -1,0 +1,28 @@
+"""Out of memory, as a sentence: the next smaller micro-batch to type."""
+
+import torch
+
+from meshwork.batch import BatchPlan
+from meshwork.config import Config, ConfigError
+
+
+def out_of_memory(error: RuntimeError, plan: BatchPlan, cfg: Config) -> ConfigError | None:
+    """The sentence for an error that is a lack of memory, else None."""
+    text = str(error)
+    on_cpu = "DefaultCPUAllocator" in text or "can't allocate memory" in text
+    if not isinstance(error, torch.OutOfMemoryError) and not on_cpu:
+        return None
+    where = "the host" if on_cpu else "the GPU"
+    smaller = plan.micro // 2
+    if plan.coupled:
+        smaller = next((s for s in range(smaller, 0, -1) if plan.global_batch % s == 0), 0)
+    if smaller == 0:
+        return ConfigError(
+            f"out of memory on {where} with one sample at a time ({text.splitlines()[0]}): "
+            "choose a smaller model or data.image_size"
+        )
+    same = "BatchNorm then sees fewer samples" if plan.coupled else "the results stay the same"
+    return ConfigError(
+        f"out of memory on {where} with micro-batches of {plan.micro}: type "
+        f"trainer.micro_batch_size={smaller} ({same}; trainer.global_batch_size stays {plan.global_batch})"
+    )

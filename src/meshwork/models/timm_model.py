@@ -1,0 +1,99 @@
+"""Any timm architecture that classifies, by name."""
+
+import difflib
+import os
+import tempfile
+from typing import Any
+
+from torch import nn
+
+from meshwork.config import ConfigError
+
+
+def timm_model(
+    name: str,
+    num_classes: int | None,
+    in_chans: int,
+    img_size: int | None,
+    pretrained: bool = False,
+    drop_rate: float = 0.0,
+    drop_path_rate: float = 0.0,
+    timeout_s: float = 600,
+    **args: Any,
+) -> nn.Module:
+    """timm's `create_model` with sentences for errors.
+
+    img_size reaches only architectures that fix it. Pretrained weights come from the hub through one
+    process of a node at a time; the others find them in the cache. Raises ConfigError for an unknown
+    name, an encoder without a classifier, arguments that do not fit and weights that cannot be had.
+    """
+    import timm
+
+    bare_name = name.rsplit("/", 1)[-1].split(".")[0]
+    if not name.startswith(("hf-hub:", "local-dir:")) and not timm.is_model(bare_name):
+        near = difflib.get_close_matches(bare_name, timm.list_models(), 3)
+        raise ConfigError(
+            f"model.name={name} is not a timm model"
+            + (f": did you mean {', '.join(near)}?" if near else "")
+        )
+    if num_classes is None:
+        raise ConfigError(f"model.name={name} needs model.num_classes: the data names no classes")
+    config = timm.models.get_pretrained_cfg(name, allow_unregistered=True)
+    given = {"num_classes": num_classes, "in_chans": in_chans, **args}
+    if img_size is not None and config is not None and config.fixed_input_size:
+        given.setdefault("img_size", img_size)
+    # Families that know no dropout or stochastic depth refuse the argument, so 0 is left unsaid.
+    given |= {"drop_rate": drop_rate} if drop_rate else {}
+    given |= {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
+    if pretrained:
+        model = _pretrained(name, given, timeout_s)
+    else:
+        model = _create(name, given)
+    _check_classifier(model, name, num_classes)
+    return model
+
+
+def _create(name: str, given: dict, **more: Any) -> nn.Module:
+    import timm
+
+    try:
+        return timm.create_model(name, **given, **more)
+    except (TypeError, AssertionError, ValueError, AttributeError, KeyError) as e:
+        shown = ", ".join(f"{k}={v}" for k, v in given.items())
+        raise ConfigError(
+            f"model.name={name} cannot be built with {shown} ({type(e).__name__}: {e}): "
+            "change data.image_size, model.args or the key named"
+        ) from e
+
+
+def _pretrained(name: str, given: dict, timeout_s: float) -> nn.Module:
+    """Create with weights from the hub; one process of this node at a time may download."""
+    from filelock import FileLock, Timeout
+
+    lock = os.path.join(tempfile.gettempdir(), f"meshwork-{os.getuid()}-pretrained.lock")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
+        os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface")), "hub"
+    )
+    try:
+        with FileLock(lock, timeout=timeout_s):
+            return _create(name, given, pretrained=True)
+    except ConfigError:
+        raise
+    except Timeout:
+        reason = f"another process of this machine holds the download for over {timeout_s:.0f} s"
+    except Exception as e:  # whatever the hub's client raises: it is never an untrained model
+        reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
+    raise ConfigError(
+        f"no pretrained weights for model.name={name} ({reason}). Looked into {cache} and the hub: "
+        "give a local file with model.checkpoint_path=..., or set model.pretrained=false"
+    )
+
+
+def _check_classifier(model: nn.Module, name: str, num_classes: int) -> None:
+    head = model.get_classifier() if hasattr(model, "get_classifier") else None
+    heads = head if isinstance(head, (tuple, list)) else [head]
+    if all(h is None or isinstance(h, nn.Identity) for h in heads):
+        raise ConfigError(
+            f"model.name={name} is an encoder without a classifier: choose another architecture, "
+            "or wrap it in a module of your own (README: add a model)"
+        )

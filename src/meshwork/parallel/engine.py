@@ -1,0 +1,194 @@
+"""The engine: what the loop sees of a model, the same in every layout."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwork.batch import Batch, BatchPlan
+from meshwork.config import Config, ConfigError
+from meshwork.distributed import World
+from meshwork.mesh import Layout
+from meshwork.parallel.batchnorm import RunningStatistics, average_statistics, is_frozen
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Engine:
+    """A model on its ranks.
+
+    module: the bare model, on the device. parts: the modules this rank holds. counts: true on exactly
+    one rank for each sample. data_rank: data-parallel coordinate of this rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        wrapped: nn.Module,
+        task: object,
+        plan: BatchPlan,
+        data_rank: int,
+        world: World,
+        precision: str,
+    ):
+        self.module, self.wrapped, self.task = module, wrapped, task
+        self.parts = [module]
+        self.plan, self.data_rank, self.world = plan, data_rank, world
+        self.counts = True
+        self.dtype = torch.float64 if precision == "fp64" else None
+        kind = world.device.type
+        self._autocast = (
+            (lambda: torch.autocast(kind, AUTOCAST[precision]))
+            if precision in AUTOCAST
+            else nullcontext
+        )
+        self.scaler = torch.amp.GradScaler(kind, enabled=True) if precision == "fp16" else None
+        self._frozen_norms = [
+            m for m in module.modules() if is_frozen(m) and hasattr(m, "running_mean")
+        ]
+        self._no_sync = getattr(wrapped, "no_sync", nullcontext)
+        self._real = plan.real_micro(data_rank)
+        alone = plan.n_micro == 1 and self._real == 1
+        self._statistics = None if alone or not plan.coupled else RunningStatistics(module)
+        self._grads_checked = False
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation mode; frozen BatchNorm stays in evaluation mode."""
+        self.wrapped.train(mode)
+        for norm in self._frozen_norms:
+            norm.eval()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank under the names of the bare model."""
+        return self.module.named_parameters()
+
+    def step(self, batch: Batch) -> dict[str, Tensor]:
+        """Forward and backward over the micro-batches of one optimizer step.
+
+        batch: this rank's rows, on the device. Returns this rank's part of the mean loss, and of each part
+        of the loss that the task names: device scalars whose sum over the job is the mean. Gradients are
+        those of the mean loss over the whole step, averaged as the wrapper does it.
+        """
+        divisor, batch = self._weigh(batch)
+        micro_batches = batch.split(self.plan.micro)
+        last, shares = len(micro_batches) - 1, None
+        for i, micro in enumerate(micro_batches):
+            with nullcontext() if i == last else self._no_sync():
+                if self._statistics is not None:
+                    self._statistics.skip = i >= self._real
+                with self._autocast():
+                    loss, parts = self._loss(self.wrapped(*micro.inputs), micro)
+                    share = masked_sum(loss, micro.weight, batch.uniform) / divisor
+                scaled = share * self.plan.ranks if self.plan.ranks > 1 else share
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            found = {"loss": share.detach()}
+            for name, value in parts.items():
+                found[name] = masked_sum(value.detach(), micro.weight, batch.uniform) / divisor
+            shares = found if shares is None else {k: shares[k] + v for k, v in found.items()}
+        if self._statistics is not None:
+            self._statistics.commit()
+        if not self._grads_checked:
+            self._check_gradients()
+        return shares
+
+    def _weigh(self, batch: Batch) -> tuple[Tensor | int, Batch]:
+        """The step's divisor, and the batch with the task's weights."""
+        if not hasattr(self.task, "weight"):
+            return batch.total, batch
+        weight = self.task.weight(batch).to(batch.weight.dtype) * batch.weight
+        total = weight.sum()
+        if self.plan.ranks > 1:
+            dist.all_reduce(total)
+        return total, Batch(batch.inputs, batch.target, weight, batch.total, batch.bad, False)
+
+    def _loss(self, output: object, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        found = self.task.loss(output, batch)
+        loss, parts = found if isinstance(found, tuple) else (found, {})
+        if loss.ndim != 1 or len(loss) != len(batch):
+            raise ConfigError(
+                f"{type(self.task).__name__}.loss returned shape {tuple(loss.shape)} for {len(batch)} "
+                f"samples: expected one value a sample, [{len(batch)}] (reduction='none')"
+            )
+        return loss, parts
+
+    def _check_gradients(self) -> None:
+        """After the first backward: DistributedDataParallel waits for parameters that got no gradient."""
+        self._grads_checked = True
+        unused = [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None]
+        if unused and isinstance(self.wrapped, DistributedDataParallel):
+            raise ConfigError(
+                f"{len(unused)} parameters got no gradient ({', '.join(unused[:5])}): use them in the loss, "
+                f"or freeze them: model.freeze=[{','.join(dict.fromkeys(n.split('.')[0] for n in unused))}]"
+            )
+
+    def clip_grad_norm(self, largest: float | None) -> Tensor:
+        """Norm of the whole model's gradient before clipping, the same on all ranks.
+
+        largest: scale gradients down to this norm; None leaves them. A norm that is not finite scales to
+        nan, on all ranks alike.
+        """
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        if largest is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+        return norm
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One optimizer step; with fp16 skipped where a gradient overflowed."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        optimizer.zero_grad()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring fp16 gradients to their true size, before their norm is taken."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> object:
+        """Output of the model for a batch on the device; None where this rank does not hold it."""
+        with self._autocast():
+            return self.module(*batch.inputs)
+
+    def sync_buffers(self) -> None:
+        """Average BatchNorm's running statistics over data ranks; before validation and saving."""
+        if self.plan.coupled and self.plan.ranks > 1:
+            total = self.plan.global_batch // self.plan.micro
+            average_statistics(self.module, self._real / total, None)
+
+
+def masked_sum(values: Tensor, weight: Tensor, uniform: bool) -> Tensor:
+    """Weighted sum of per-sample values; what a padded row holds does not matter, not even nan."""
+    if uniform:
+        return values.sum()
+    return torch.where(weight > 0, values * weight, 0).sum()
+
+
+def parallelize(
+    model: nn.Module, task: object, cfg: Config, layout: Layout, plan: BatchPlan, world: World
+) -> Engine:
+    """Put the model on its ranks: move it, wrap it, and seed what is drawn during training.
+
+    Dropout differs between data ranks and repeats for the same seed and layout.
+    """
+    model = model.to(world.device)
+    wrapped = model
+    if layout.data_ranks > 1:
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=cfg.parallel.find_unused_parameters,
+        )
+    data_rank = layout.data_rank(world.ranks.rank)
+    torch.manual_seed(cfg.seed * 1_000_003 + 1 + data_rank)
+    for helper in getattr(task, "helpers", {}).values():
+        helper.to(world.device).eval().requires_grad_(False)
+    return Engine(model, wrapped, task, plan, data_rank, world, cfg.trainer.precision)

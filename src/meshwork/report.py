@@ -1,0 +1,310 @@
+"""What rank 0 tells of a run: the start table, lines, pictures, result and the commands to type next.
+
+Every rank holds a Report; on all but rank 0 it is silent.
+"""
+
+import logging
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwork.batch import Batch, BatchPlan
+from meshwork.build import image_facts
+from meshwork.checkpoint import Position
+from meshwork.config import Config, ConfigError
+from meshwork.console import Progress, start_table
+from meshwork.distributed import World
+from meshwork.evaluate import Result
+from meshwork.logger import JsonlLogger, Loggers
+from meshwork.mesh import Layout
+from meshwork.optim import Horizon
+from meshwork.provenance import redact
+from meshwork.rundir import RunDir, write_json
+
+log = logging.getLogger("meshwork")
+
+
+class Report:
+    """Lines, pictures and files of one run.
+
+    data: as build_data returned it. model: for the mean and std of its inputs. objective: metric and
+    mode (max or min) that best means.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        run: RunDir,
+        world: World,
+        loggers: list,
+        data: Any,
+        model: Any,
+        task: Any,
+    ):
+        self.cfg, self.run, self.world = cfg, run, world
+        self.images, self.classes = image_facts(model), data.classes
+        own = getattr(task, "objective", ("val/loss", "min"))
+        self.objective = (cfg.objective.metric or own[0], cfg.objective.mode or own[1])
+        jsonl = [JsonlLogger(run.path)] if world.is_main else []
+        self.loggers = Loggers([*jsonl, *loggers], self.note)
+        self.progress: Progress | None = None
+        self.began = time.time()
+        self.n_bad = 0
+
+    def table(self, rows: list[tuple[str, str]]) -> None:
+        """The start table."""
+        if self.world.is_main:
+            text = start_table(rows)
+            print(text + "\n", flush=True)
+            log.info("%s", text)
+
+    def begin(self, total: int, start: int) -> None:
+        """Start the progress line of a run of `total` steps, `start` of them done."""
+        if self.world.is_main:
+            self.progress = Progress(total, start, sys.stdout.isatty())
+
+    def note(self, text: str) -> None:
+        """One line for the reader, kept in the log as well."""
+        if self.world.is_main:
+            log.info(text)
+            (self.progress.note if self.progress else print)(text)
+
+    def _line(self, metrics: dict[str, float], position: Position) -> dict:
+        facts = {"step": position.step, "samples": position.samples, "epoch": position.epoch}
+        return {**facts, "time": time.time(), "attempt": self.run.attempt, **metrics}
+
+    def train_line(self, metrics: dict[str, float], position: Position) -> None:
+        if self.world.is_main:
+            line = self._line(metrics, position)
+            self.loggers.log(line, position.step)
+            self.progress.train(line, position.epoch)
+            self.run.status("running", step=position.step, step_time=time.time())
+
+    def validation_line(self, result: Result, position: Position) -> None:
+        if self.world.is_main and result.metrics:
+            line = self._line(result.metrics, position)
+            self.loggers.log(line, position.step)
+            (self.progress or Progress(position.step, 0, False)).validation(line)
+            self._pictures(result, position.step)
+
+    def _pictures(self, result: Result, step: int) -> None:
+        """Confusion matrix and worst samples, where the evaluation gathered them."""
+        if not result.worst:
+            return
+        from meshwork import pictures
+
+        names = self.classes
+        matrix = result.totals.get("confusion")
+        if matrix is not None and names:
+            self._picture("confusion", pictures.confusion(matrix.long().numpy(), list(names)), step)
+        name = (lambda i: names[i]) if names else str
+        shown = [
+            (
+                pictures.picture(image, self.images["mean"], self.images["std"]),
+                name(true),
+                name(guess),
+                loss,
+            )
+            for loss, _, image, true, guess in result.worst
+        ]
+        self._picture("worst", pictures.worst(shown), step)
+
+    def _picture(self, name: str, image: Any, step: int) -> None:
+        if image is not None:
+            image.save(self.run.path / f"{name}.png")
+            self.loggers.image(name, image, step)
+
+    def batch_picture(self, batch: Batch) -> None:
+        """batch.png: the first training batch as the model sees it."""
+        if not self.world.is_main or not torch.is_tensor(batch.inputs[0]):
+            return
+        from meshwork import pictures
+
+        images, labels = batch.inputs[0].float().cpu(), None
+        if torch.is_tensor(batch.target) and batch.target.ndim == 1 and self.classes:
+            labels = [self.classes[i] for i in batch.target.tolist()]
+        grid = pictures.batch_grid(images, self.images["mean"], self.images["std"], labels)
+        self._picture("batch", grid, 0)
+
+    def bad_images(self, bad: list | tuple) -> None:
+        """Say and count images that could not be read. Raises ConfigError above data.max_bad_images."""
+        for path, reason in bad:
+            self.n_bad += 1
+            log.warning("rank %d skips %s (%s)", self.world.ranks.rank, path, reason)
+            with open(
+                self.run.path / "logs" / f"bad_images.rank{self.world.ranks.rank}.txt", "a"
+            ) as f:
+                f.write(f"{path}\t{reason}\n")
+        if bad:
+            self.note(f"skipped {bad[0][0]} ({bad[0][1]}); {self.n_bad} so far, listed in logs/")
+        if self.n_bad > self.cfg.data.max_bad_images:
+            raise ConfigError(
+                f"{self.n_bad} images could not be read, more than data.max_bad_images="
+                f"{self.cfg.data.max_bad_images}; the last is {bad[-1][0]} ({bad[-1][1]}): "
+                "look at logs/bad_images*, mend the data (python scripts/scan.py ROOT), or raise the limit"
+            )
+
+    def saved(self, path: Path, position: Position) -> None:
+        if self.world.is_main:
+            log.info("saved %s", path)
+            self.run.status("running", step=position.step, checkpoint=str(path))
+
+    def profiler(self, folder: Path) -> Any:
+        """A running torch profiler that writes steps 5 to 10 into `folder`/profile."""
+        from torch.profiler import profile, schedule, tensorboard_trace_handler
+
+        place = folder / "profile"
+        found = profile(
+            schedule=schedule(wait=4, warmup=1, active=6, repeat=1),
+            on_trace_ready=tensorboard_trace_handler(str(place), f"rank{self.world.ranks.rank}"),
+            record_shapes=True,
+        )
+        found.start()
+        self.note(f"profiling steps 5 to 10 into {place}")
+        return found
+
+    def finish(self, exit_code: int) -> None:
+        """Close the progress line and every logger."""
+        if self.progress:
+            self.progress.close()
+        if self.world.is_main:
+            self.loggers.finish(exit_code)
+
+    def result(self, outcome: Any, overrides: list[str]) -> float | None:
+        """Write result.json, print the last lines and what to type next; returns the objective."""
+        metric, mode = self.objective
+        value = outcome.best[metric] if outcome.best else outcome.final.get(metric)
+        if not self.world.is_main:
+            return value
+        stop = self.cfg.trainer.stop_at_step
+        stopped = self.cfg.mode == "train" and stop is not None and outcome.position.step == stop
+        state = "stopped" if stopped else "finished"
+        best = self.run.checkpoints / f"step_{outcome.best['step']}" if outcome.best else None
+        found = {
+            "state": state,
+            "step": outcome.position.step,
+            "samples": outcome.position.samples,
+            "final": outcome.final,
+            "best": outcome.best,
+            "objective": {"metric": metric, "mode": mode, "value": value},
+            "checkpoint": {
+                "last": str(outcome.checkpoint) if outcome.checkpoint else None,
+                "best": str(best) if best and best.exists() else None,
+            },
+            "wall_s": time.time() - self.began,
+            "attempts": self.run.attempt,
+            "overrides": [redact(o) for o in overrides],
+        }
+        write_json(self.run.path / "result.json", found)
+        self.run.status(state, step=outcome.position.step)
+        if self.progress:
+            self.progress.close()
+        print("\n" + start_table(self._last_rows(found, overrides)), flush=True)
+        return value
+
+    def _last_rows(self, found: dict, overrides: list[str]) -> list[tuple[str, str]]:
+        """The end of a run: its metrics, and commands with real paths."""
+
+        def shown(metrics: dict) -> str:
+            return "  ".join(f"{k} {v:.4g}" for k, v in metrics.items())
+
+        rows = [(found["state"], f"step {found['step']}, {found['wall_s']:.1f} s")]
+        rows += [("last", shown(found["final"]))] if found["final"] else []
+        rows += [("best", shown(found["best"]))] if found["best"] else []
+        rows.append(("folder", str(self.run.path)))
+        again = ("mode", "run.dir", "run.id", "checkpoint.resume")
+        typed = [o for o in overrides if o.split("=")[0] not in again]
+        last = found["checkpoint"]["last"]
+        if last is not None:
+            start = launch_command(self.world)
+            more = shlex.join([*typed, f"run.dir={self.run.path}"])
+            check = shlex.join([*typed, "mode=validate", f"checkpoint.resume={last}"])
+            rows += [("go on", f"{start} {more} trainer.max_epochs=...")]
+            rows += [("validate", f"{start} {check}")]
+        return rows + [("look", command) for command in self.loggers.commands()]
+
+
+def launch_command(world: World) -> str:
+    """How this job was started, as a person types it."""
+    if world.ranks.world_size == 1:
+        return "python train.py"
+    return f"torchrun --standalone --nproc-per-node={world.ranks.local_world_size or world.ranks.world_size} train.py"
+
+
+def ranks_row(world: World) -> str:
+    """Where the ranks come from, how many, on what."""
+    ranks, nodes = world.ranks, len(set(world.hosts)) or 1
+    device = world.device.type
+    backend = (
+        "no process group" if world.control is None else "nccl" if device == "cuda" else "gloo"
+    )
+    count = (
+        f"{ranks.world_size} from {ranks.source}" if ranks.world_size > 1 else f"1, {ranks.source}"
+    )
+    text = f"{count}; {nodes} node{'s' * (nodes > 1)}, {device}, {backend}"
+    more = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if ranks.master is None and more > 1:
+        text += f"\nthis machine has {more} GPUs: torchrun --standalone --nproc-per-node={more} train.py"
+    return text
+
+
+def rows_of_plan(
+    cfg: Config, layout: Layout, plan: BatchPlan, model: Any, data: Any, horizon: Horizon | None
+) -> list[tuple[str, str]]:
+    """Rows of the start table that are known before any rank starts."""
+    parameters = list(model.parameters())
+    n = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    frozen = f", {trained:,} trained" if trained != n else ""
+    rows = [
+        ("layout", f"{layout}; {n:,} parameters{frozen}, {size / 2**20:.1f} MiB a rank"),
+        ("model", f"{cfg.model.name} ({type(model).__name__}), {cfg.trainer.precision}"),
+        ("data", _data_row(cfg, plan, data)),
+    ]
+    if horizon is None:
+        return rows
+    kind = cfg.optimizer.name or cfg.optimizer._target_.rsplit(".", 1)[-1]
+    schedule = cfg.scheduler._target_.rsplit(".", 1)[-1]
+    length = f"{horizon.steps:,} steps, {horizon.epoch_steps:,} an epoch"
+    rows.append(("batch", _batch_row(cfg, plan)))
+    return [*rows, ("schedule", f"{length}; {kind}, lr {cfg.optimizer.lr:g}, {schedule}")]
+
+
+def _batch_row(cfg: Config, plan: BatchPlan) -> str:
+    text = f"{plan.global_batch} = {plan.ranks} ranks x {plan.n_micro} micro-batches x {plan.micro}"
+    extra = plan.padded * plan.ranks - plan.global_batch
+    if plan.coupled:
+        tied = cfg.trainer.micro_batch_size is None and plan.ranks > 1
+        text += f"\nBatchNorm over {plan.micro} samples"
+        text += (
+            f" (tied to {plan.ranks} ranks): trainer.micro_batch_size={plan.micro} repeats it elsewhere"
+            * tied
+        )
+    elif extra:
+        text += f"\npadded: {extra} more rows a step are run and masked"
+    return text
+
+
+def _data_row(cfg: Config, plan: BatchPlan, data: Any) -> str:
+    sets = {name: getattr(data, name, None) for name in ("train", "val", "test", "predict")}
+    text = ", ".join(f"{name} {len(s):,}" for name, s in sets.items() if s is not None)
+    text += (
+        f"; {len(data.classes)} classes, {data.in_chans} x {data.image_size} x {data.image_size}"
+    )
+    left = (
+        len(data.train) % plan.global_batch if data.train is not None and cfg.data.drop_last else 0
+    )
+    if left:
+        text += (
+            f"\n{left} samples that do not fill a batch are left out each epoch, others each time"
+        )
+    for name, s in sets.items():
+        found = {k: v for k, v in getattr(s, "left_out", {}).items() if v}
+        if found:
+            text += f"\n{name}: left out " + ", ".join(f"{v:,} {k}" for k, v in found.items())
+    return text

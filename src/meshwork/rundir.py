@@ -1,0 +1,241 @@
+"""One run, one folder: its identity, what it says of itself, its status and result."""
+
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwork.config import Config, ConfigError, resolved_yaml
+from meshwork.distributed import World
+
+log = logging.getLogger("meshwork")
+ENV_RUN_ID = "MESHWORK_RUN_ID"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of a run, the same on every rank.
+
+    id: of the run, also in W&B. attempt: 1 for a fresh folder, one more each time the run is entered.
+    """
+
+    path: Path
+    id: str
+    attempt: int
+    notice: str = ""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def status(self, state: str, **facts: Any) -> None:
+        """Write status.json; state: running, finished, stopped or failed."""
+        write_json(
+            self.path / "status.json",
+            {**self.read_status(), "state": state, "time": time.time(), **facts},
+        )
+
+    def read_status(self) -> dict:
+        return read_json(self.path / "status.json")
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object, empty where the file is not there or torn."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON object so that a reader sees the old one or the new one."""
+    partial = path.with_suffix(f".tmp{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
+def sweep_of(hydra: Any) -> tuple[str, int] | None:
+    """(folder of the sweep, number of this job) from Hydra's own config; None for a single run."""
+    if hydra.mode is None or hydra.mode.name != "MULTIRUN":
+        return None
+    return os.path.abspath(hydra.sweep.dir), int(hydra.job.num)
+
+
+def check_writable(cfg: Config, sweep: tuple[str, int] | None) -> None:
+    """Raise ConfigError where the run folder cannot be made; called before anything heavy."""
+    key = "run.dir" if cfg.run.dir else "hydra.sweep.dir" if sweep else "run.root"
+    wanted = Path(cfg.run.dir or (sweep[0] if sweep else cfg.run.root))
+    place = wanted
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"{key}={wanted}: {place} is not a folder: choose another {key}")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}={wanted}: {place} cannot be written to: choose another {key}")
+    if cfg.run.id is not None and not re.fullmatch(r"[\w.-]+", cfg.run.id):
+        raise ConfigError(
+            f"run.id={cfg.run.id}: expected letters, digits, dots, dashes and underscores"
+        )
+
+
+def enter(cfg: Config, world: World, overrides: list[str], sweep: tuple[str, int] | None) -> RunDir:
+    """Agree on the run, make or find its folder, and prove that every rank sees it.
+
+    overrides: as typed. sweep: (folder, number of the job) in a sweep. Rank 0 makes the folder.
+    Raises ConfigError where the folder cannot be made or another node does not see it.
+    """
+    run = None
+    if world.is_main:
+        try:
+            run = _make(cfg, world, overrides, sweep)
+        except (OSError, ConfigError) as e:
+            run = str(e)
+    run = world.from_main(run)
+    if isinstance(run, str):
+        raise ConfigError(
+            f"the run folder cannot be made ({run}): choose another run.root or run.dir"
+        )
+    _prove_shared(run, world)
+    return run
+
+
+def _stamp(world: World) -> str:
+    """<start>_<hex>, agreed by all ranks and attempts of a job through its store."""
+    stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(4)}"
+    return stamp if world.store is None else world.store.compare_set("run", "", stamp).decode()
+
+
+def _make(cfg: Config, world: World, overrides: list[str], sweep: tuple[str, int] | None) -> RunDir:
+    stamp = _stamp(world)
+    named = cfg.run.id or os.environ.get(ENV_RUN_ID)
+    run_id = named or stamp.rsplit("_", 1)[-1]
+    notice = ""
+    if cfg.run.dir or sweep:
+        path = Path(cfg.run.dir) if cfg.run.dir else Path(sweep[0]) / str(sweep[1])
+        run_id = named or read_json(path / "status.json").get("id") or run_id
+    elif named:
+        path = _find(Path(cfg.run.root), named)
+        if (
+            path
+            and cfg.run.id is None
+            and (why := _other_run(path, overrides, world.ranks.restarts))
+        ):
+            run_id, path = _next_free(Path(cfg.run.root), named)
+            notice = f"run {named} {why}: this one is {run_id}"
+        path = path or Path(cfg.run.root) / f"{stamp.rsplit('_', 1)[0]}_{run_id}"
+    else:
+        path = Path(cfg.run.root) / stamp
+    path.mkdir(parents=True, exist_ok=True)
+    attempt = read_json(path / "status.json").get("attempt", 0) + 1
+    return RunDir(path.resolve(), run_id, attempt, notice)
+
+
+def _find(root: Path, run_id: str) -> Path | None:
+    """The newest folder <start>_<run_id>."""
+    pattern = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_" + re.escape(run_id))
+    found = [p for p in root.glob(f"*_{run_id}") if pattern.fullmatch(p.name)]
+    return max(found, default=None)
+
+
+def _other_run(path: Path, overrides: list[str], restarts: int) -> str | None:
+    """Why a folder found by an id nobody typed is another run's, if it is."""
+    saved = read_json(path / "status.json")
+    if saved.get("overrides", overrides) != overrides:
+        return "was started with other overrides"
+    if saved.get("state") == "finished" and not restarts:
+        return "has finished"
+    return None
+
+
+def _next_free(root: Path, run_id: str) -> tuple[str, Path | None]:
+    n = 2
+    while _find(root, f"{run_id}-{n}"):
+        n += 1
+    return f"{run_id}-{n}", None
+
+
+def _prove_shared(run: RunDir, world: World) -> None:
+    """Every rank must find rank 0's token: a folder on a disk of one node would lose the others' work."""
+    token = world.from_main(secrets.token_hex(8) if world.is_main else None)
+    file = run.path / f".token-{token}"
+    if world.is_main:
+        file.touch()
+    world.from_main(None)
+    missing = None if file.exists() else f"node {socket.gethostname()} does not see it"
+    blind = [m for m in world.from_main(world.to_main(missing)) if m]
+    if world.is_main:
+        file.unlink()
+    if blind:
+        raise ConfigError(
+            f"run folder {run.path} is not shared: {blind[0]}; set run.dir or run.root to a shared path"
+        )
+
+
+def describe(run: RunDir, cfg: Config, world: World, hydra: Any, overrides: list[str]) -> None:
+    """Rank 0 writes what the run is; an earlier attempt's files stay.
+
+    hydra: Hydra's own config, kept for Hydra's tools. overrides: as typed.
+    """
+    from omegaconf import OmegaConf
+
+    from meshwork import provenance
+
+    first = run.attempt == 1
+    suffix = "" if first else f".attempt_{run.attempt}"
+    text = provenance.redact(resolved_yaml(cfg))
+    (run.path / f"config{suffix}.yaml").write_text(text)
+    folder = run.path / ".hydra" if first else run.path / ".hydra" / f"attempt_{run.attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(text)
+    (folder / "hydra.yaml").write_text(provenance.redact(OmegaConf.to_yaml(hydra)))
+    typed = [provenance.redact(o) for o in overrides]
+    (folder / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(typed)))
+    facts = provenance.collect(sys.argv, world.ranks, world.device)
+    write_json(run.path / f"provenance{suffix}.json", facts)
+    if diff := provenance.git_diff():
+        (run.path / f"provenance{suffix}.diff").write_text(diff)
+    hosts = list(dict.fromkeys(world.hosts))
+    named = {"id": run.id, "attempt": run.attempt, "overrides": typed}
+    run.status("running", **named, hosts=hosts, pid=os.getpid())
+    link_latest(run)
+
+
+def rows(run: RunDir) -> list[tuple[str, str]]:
+    """The run's rows of the start table."""
+    notice = f"\n{run.notice}" if run.notice else ""
+    return [("run", f"{run.id}, attempt {run.attempt}{notice}"), ("folder", str(run.path))]
+
+
+def link_latest(run: RunDir) -> None:
+    """Point `latest` beside the run folder to it; a file system without links goes without."""
+    link = run.path.parent / "latest"
+    partial = run.path.parent / f".latest-{run.id}"
+    try:
+        if link.is_symlink() or not link.exists():
+            partial.symlink_to(run.path.name)
+            partial.replace(link)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def log_to_file(run: RunDir, rank: int) -> None:
+    """Send this rank's log, warnings included, to logs/rank<r>.log in the run folder."""
+    folder = run.path / "logs"
+    folder.mkdir(exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank{rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, logging.FileHandler)]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    log.setLevel(logging.INFO)
