@@ -1,4 +1,4 @@
-"""Read every image below a folder and list those that cannot be read: python scripts/scan.py ROOT."""
+"""Read every image below a folder and list the broken ones: python scripts/scan.py ROOT."""
 
 import argparse
 import os

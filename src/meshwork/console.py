@@ -8,10 +8,9 @@ import textwrap
 import time
 from typing import Any
 
-WIDTH = 100
+WIDTH, BAR = 100, 10
 # Metrics known to be shares of one: shown as percents.
 SHARES = re.compile(r"^(top\d+|acc|accuracy|error|precision|recall|f1|m?iou|dice)$")
-SHOWN = ("loss", "lr", "grad_norm", "samples_per_s", "wait")
 
 
 def start_table(rows: list[tuple[str, str]]) -> str:
@@ -47,15 +46,17 @@ class Progress:
 
     def train(self, metrics: dict[str, Any], epoch: int) -> None:
         """One logged step: a line, or the bar moved on. metrics holds step and train/..."""
-        step, values = metrics["step"], _below("train", metrics)
-        count = f"step {step}/{self.total}"
-        parts = [f"epoch {epoch}", *self._train_parts(values), f"eta {self._eta(step)}"]
+        step, parts = metrics["step"], _train_parts(_below("train", metrics))
+        count, eta = f"{step}/{self.total}", f"eta {self._eta(step)}"
         if self.bar is None:
-            print("  ".join([count, *parts]), flush=True)
-        else:
-            if self.top1 is not None:
-                parts.insert(2, f"top1 {_percent(self.top1, 2)}")
-            self.bar.update(0, completed=step, text="  ".join([count, *parts]), refresh=True)
+            print("  ".join([f"step {count}", f"epoch {epoch}", *parts.values(), eta]), flush=True)
+            return
+        # What matters most comes first: a narrow terminal cuts the end off.
+        top1 = {} if self.top1 is None else {"top1": f"top1 {_percent(self.top1, 2)}"}
+        order = dict.fromkeys(("loss", "top1", "samples_per_s", "wait"), "") | parts | top1
+        shown = [count, eta, *order.values(), f"epoch {epoch}"]
+        text = "  ".join(filter(None, shown))[: self.bar.console.width - BAR - 2]
+        self.bar.update(0, completed=step, text=text, refresh=True)
 
     def validation(self, metrics: dict[str, Any]) -> None:
         """One line for each set in metrics: val, val_ema, test."""
@@ -82,18 +83,6 @@ class Progress:
             self.bar.stop()
             self.bar = None
 
-    def _train_parts(self, values: dict[str, Any]) -> list[str]:
-        parts = [f"loss {_number(values['loss'])}"] if "loss" in values else []
-        if "lr" in values:
-            parts.append(f"lr {_number(values['lr'])}")
-        if "samples_per_s" in values:
-            parts.append(f"{values['samples_per_s']:,.0f} samples/s")
-        if "wait" in values:
-            parts.append(f"wait {_percent(values['wait'], 0)}")
-        if "grad_norm" in values:
-            parts.append(f"grad {_number(values['grad_norm'])}")
-        return parts + [f"{k} {_value(k, v)}" for k, v in values.items() if k not in SHOWN]
-
     def _eta(self, step: int) -> str:
         done = step - self.start
         if done <= 0:
@@ -104,16 +93,26 @@ class Progress:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def _train_parts(values: dict[str, Any]) -> dict[str, str]:
+    """What is shown of a logged step, by name, in the order of a line."""
+    texts = {
+        "loss": lambda v: f"loss {_number(v)}",
+        "lr": lambda v: f"lr {_number(v)}",
+        "samples_per_s": lambda v: f"{v:,.0f} samples/s",
+        "wait": lambda v: f"wait {_percent(v, 0)}",
+        "grad_norm": lambda v: f"grad {_number(v)}",
+    }
+    known = {name: text(values[name]) for name, text in texts.items() if name in values}
+    return known | {k: f"{k} {_value(k, v)}" for k, v in values.items() if k not in known}
+
+
 def _bar(total: int, start: int) -> Any:
     """A started rich progress bar of one line, redrawn when told to and at no other time."""
     from rich.progress import BarColumn, Progress, TextColumn
-    from rich.table import Column
 
-    text = TextColumn(
-        "{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
-    )
-    bar = Progress(BarColumn(bar_width=16), text, auto_refresh=False)
-    bar.add_task("", total=total, completed=start, text=f"step {start}/{total}")
+    text = TextColumn("{task.fields[text]}", markup=False)
+    bar = Progress(BarColumn(bar_width=BAR), text, auto_refresh=False)
+    bar.add_task("", total=total, completed=start, text=f"{start}/{total}")
     bar.start()
     return bar
 

@@ -53,7 +53,7 @@ def worst(samples: list[tuple[Any, str, str, float]]) -> Image.Image | None:
     samples = sorted(samples, key=lambda s: -s[3])[:16]
     images = [s[0] if isinstance(s[0], Image.Image) else Image.fromarray(s[0]) for s in samples]
     lines = [
-        [f"true {true}", f"predicted {said}", f"loss {loss:.3g}"] for _, true, said, loss in samples
+        [f"true {true}", f"pred {said}", f"loss {loss:.3g}"] for _, true, said, loss in samples
     ]
     title = f"The {len(samples)} samples with the largest loss"
     return _grid(title, images, lines, columns=min(4, len(samples)), smallest=176)

@@ -91,8 +91,6 @@ def git_diff(where: Path = HERE) -> str:
     if not top:
         return ""
     patch = _git("diff", "HEAD", "--no-color", "--no-ext-diff", where=Path(top)) or ""
-    if len(patch) > DIFF_BYTES:
-        patch = patch[:DIFF_BYTES] + f"\n# cut here: the whole diff is over {DIFF_BYTES:,} bytes"
     names = _git("ls-files", "--others", "--exclude-standard", where=Path(top)) or ""
     untracked = "".join(f"# untracked: {name}\n" for name in names.splitlines()[:1000])
     return "\n".join(part for part in (patch, untracked) if part)
@@ -113,7 +111,7 @@ def _whole_pairs(argv: list[str]) -> list[str]:
 
 
 def _git(*args: str, where: Path) -> str | None:
-    """What a git command prints, up to DIFF_BYTES + 1; None where it fails or takes too long."""
+    """What a git command prints, up to DIFF_BYTES; None where it fails or takes too long."""
     env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
@@ -128,7 +126,10 @@ def _git(*args: str, where: Path) -> str | None:
             timer.cancel()
     except OSError:
         return None
-    return None if failed and not cut else output.decode(errors="replace").strip("\n")
+    text = output[:DIFF_BYTES].decode(errors="replace").strip("\n")
+    if cut:
+        return text + f"\n# cut here, after {DIFF_BYTES:,} bytes"
+    return None if failed else text
 
 
 def _devices() -> list[str]:

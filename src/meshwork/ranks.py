@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwork.config import ConfigError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+BY_HAND = "hand-exported variables"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def ranks_from(env: Mapping[str, str]) -> Ranks:
     if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _from_slurm_step(env)
     if "RANK" in env or "LOCAL_RANK" in env:
-        return _from_five(env, "hand-exported variables", local_world_size=None, node_rank=None)
+        return _from_five(env, BY_HAND, local_world_size=None, node_rank=None)
     return Ranks()
 
 

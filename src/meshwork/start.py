@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from meshwork import cli, config
 from meshwork.config import ConfigError
-from meshwork.ranks import Ranks
+from meshwork.ranks import BY_HAND, Ranks
 
 PATIENCE_S = 15.0
 
@@ -60,7 +60,7 @@ def sentences(ranks: Ranks | None) -> Iterator[Outcome]:
 def _speak(problems: list[str], ranks: Ranks | None) -> None:
     if ranks is None or ranks.rank == 0:
         cli.complain(problems)
-    else:
+    elif ranks.source != BY_HAND:  # nobody ends the other ranks of those started by hand
         time.sleep(PATIENCE_S)
 
 

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
@@ -55,9 +56,7 @@ def check_wandb(mode: str, args: dict | None = None) -> None:
         known = inspect.signature(wandb.init).parameters
         wrong = [name for name in args if name not in known]
         if wrong:
-            raise ConfigError(
-                *(f"logger.args.{n}: wandb.init takes {', '.join(known)}" for n in wrong)
-            )
+            raise ConfigError(f"logger.args.{wrong[0]}: wandb.init takes {', '.join(known)}")
 
 
 def wandb_mode(mode: str) -> str:
@@ -203,14 +202,16 @@ class WandbLogger:
         if self.run is None:
             return
         run, self.run = self.run, None
+        end = time.monotonic() + self.timeout_s
         for thread in self.tables:
-            thread.join(self.timeout_s)
+            thread.join(max(0.0, end - time.monotonic()))
         try:
             run.finish(exit_code=exit_code)
-        except TimeoutError:
+        except Exception as e:
             self.unsent = True
-            log.warning(f"W&B did not take everything in time; send the rest by: {self._sync()}")
-        self.wandb.teardown(exit_code)
+            log.warning(f"W&B did not get everything ({reason(e)}); send it by: {self._sync()}")
+        with contextlib.suppress(Exception):
+            self.wandb.teardown(exit_code)
 
     def commands(self) -> list[str]:
         """What a person may type next: see the run in the terminal, open or send it."""

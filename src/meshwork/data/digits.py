@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 grey images of 8 x 8 pixels, bundled with the package."""
+"""scikit-learn's 1,797 handwritten digits, grey images of 8 x 8 pixels, bundled with it."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ from meshwork.data.splits import Splits, subset
 
 
 class Digits:
-    """Pairs (PIL image, digit). images: uint8 [n, size, size]; labels: int64 [n]; mode: L or RGB."""
+    """Pairs (PIL image, digit). images: uint8 [n, size, size]; labels: int64 [n]; mode: L, RGB."""
 
     draws = False
 

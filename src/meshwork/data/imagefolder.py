@@ -1,4 +1,4 @@
-"""A folder of images: train/CLASS/..., val/CLASS/... and, if you like, test/CLASS/...; or CLASS/... alone."""
+"""A folder of images: train/CLASS/..., val/CLASS/..., perhaps test/CLASS/...; or only CLASS/..."""
 
 import errno
 import os
@@ -18,8 +18,8 @@ EXPECTED = "expected train/CLASS/... and val/CLASS/..., or CLASS/... with data.v
 class ImageFolder:
     """Pairs (PIL image, label) of a table's files.
 
-    mode: L or RGB. label_of: int64, the label of each of the table's classes; None: the target is the
-    index. Raises BadImage for a file that cannot be read.
+    mode: L or RGB. label_of: int64, the label of each of the table's classes; None: the target is
+    the index. Raises BadImage for a file that cannot be read.
     """
 
     draws = False
@@ -60,9 +60,9 @@ def imagefolder(
 ) -> Splits:
     """The splits that `mode` needs; labels are the ranks of the names of train's class folders.
 
-    Without train/ and val/, val_fraction of each class is split off, by split_seed
-    (data.args.split_seed), not by the run's seed: runs of several seeds are measured on the same images,
-    and mode=validate never meets trained ones. predict_root: a tree of images without labels.
+    Without val/, val_fraction of each class is split off, by split_seed (data.args.split_seed), not
+    by the run's seed: runs of several seeds are measured on the same images, and mode=validate
+    never meets trained ones. predict_root: a tree of images without labels.
     Raises ConfigError for a folder that is laid out otherwise.
     """
     if in_chans not in (None, 1, 3):
@@ -113,8 +113,8 @@ def _check_layout(root: str, folders: list[str], split: bool, mode: str) -> None
         raise ConfigError(f"found {found} in data.root={root}: {EXPECTED}")
     if "val" in folders and split:
         raise ConfigError(
-            f"found val/ in data.root={root} and data.val_fraction: set data.val_fraction=null to use "
-            "val/, or take the folder away"
+            f"found val/ in data.root={root} and data.val_fraction: set "
+            "data.val_fraction=null to use val/, or take the folder away"
         )
     needed = {"train": "val", "validate": "val", "test": "test"}.get(mode)
     if needed == "val" and "val" not in folders and not split:
@@ -138,8 +138,8 @@ def _labelled(root: str, names: list[bytes], mode: str) -> ImageFolder:
     labels = {name: label for label, name in enumerate(names)}
     if unknown := [shown(name) for name in table.classes if name not in labels]:
         raise ConfigError(
-            f"{root} has class folders that train/ has not: {', '.join(unknown)}; rename or move them, "
-            f"train/ has {', '.join(shown(name) for name in names[:10])}"
+            f"{root} has class folders that train/ has not: {', '.join(unknown)}; rename or move "
+            f"them, train/ has {', '.join(shown(name) for name in names[:10])}"
         )
     return ImageFolder(table, mode, np.array([labels[name] for name in table.classes]))
 
@@ -154,13 +154,13 @@ def _check_classes(table: Table) -> None:
     counts = np.bincount(table.labels, minlength=len(table.classes))
     if empty := [shown(table.classes[k]) for k in np.flatnonzero(counts == 0)]:
         raise ConfigError(
-            f"class folders without an image in {shown(table.root)}: {', '.join(empty)}; remove them or "
-            "add images"
+            f"class folders without an image in {shown(table.root)}: {', '.join(empty)}; "
+            "remove them or add images"
         )
 
 
 def _split(data: ImageFolder, fraction: float, seed: int) -> tuple[Subset, Subset]:
-    """Training and validation rows: of each class the same share, at least one image on both sides."""
+    """Rows to train on and rows to validate: the same share of each class, at least one image."""
     labels, rng, chosen = np.asarray(data.table.labels), np.random.default_rng(seed), []
     for rows in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
         n = min(max(1, round(fraction * len(rows))), len(rows) - 1)
@@ -176,10 +176,10 @@ def _split(data: ImageFolder, fraction: float, seed: int) -> tuple[Subset, Subse
 
 
 def read_image(path: str | bytes, mode: str) -> Image.Image:
-    """A file's image in mode L or RGB, turned as its EXIF orientation says, the first frame of several.
+    """A file's image in mode L or RGB, turned as its EXIF orientation says; of several the first.
 
-    What is transparent is laid on white; 16-bit grey is divided by 256. Raises BadImage with path and
-    reason.
+    What is transparent is laid on white; 16-bit grey is divided by 256.
+    Raises BadImage with path and reason.
     """
     try:
         with Image.open(os.fsdecode(path)) as image:

@@ -29,8 +29,8 @@ STAND_INS = 100  # images in a row that may be bad
 class Step:
     """The samples of one rank for one step.
 
-    indices: int64, the rank's real rows. padded: rows to give, copies included. total: samples of the
-    step over all ranks. start: position of the step's first sample in its epoch.
+    indices: int64, the rank's real rows. padded: rows to give, copies included. total: samples of
+    the step over all ranks. start: position of the step's first sample in its epoch.
     """
 
     epoch: int
@@ -44,7 +44,7 @@ class BadImage(Exception):
     """An image that cannot be read; a data set raises BadImage(path, reason)."""
 
     def __init__(self, path: str, reason: str | None = None):
-        # A loader worker's error is made again from one string, its traceback: the last line is ours.
+        # torch makes a worker's error again from one string, its traceback: the last line is ours.
         again = reason is None
         text = path.strip().splitlines()[-1].rpartition("BadImage: ")[2] if again else None
         super().__init__(text or f"cannot read the image {path}: {reason}")
@@ -54,41 +54,44 @@ class BadImage(Exception):
 # ---- which rows ----------------------------------------------------------------------------------
 
 
-def epoch_samples(n: int, plan: BatchPlan, drop_last: bool) -> int:
-    """Samples of an epoch: whole global batches, and what is left of n where drop_last is false
-    (whole micro-batches of it where the model couples samples, which are never padded)."""
+def step_size(n: int, plan: BatchPlan, offset: int, drop_last: bool) -> int:
+    """Samples of the step at a position of an epoch of n samples; 0 where the epoch has ended.
+
+    Where drop_last is false the last step takes what is left, in whole micro-batches where the
+    model couples samples: those are never padded.
+    """
+    left = min(plan.global_batch, n - offset)
     unit = plan.global_batch if drop_last else plan.micro if plan.coupled else 1
-    return n - n % plan.global_batch + n % plan.global_batch // unit * unit
+    return left // unit * unit
 
 
 def train_steps(
     n: int, plan: BatchPlan, rank: int, seed: int, epoch: int, offset: int, drop_last: bool
 ) -> Iterator[Step]:
     """Steps of a data rank without end, from the sample at `offset` of an epoch on."""
-    end = epoch_samples(n, plan, drop_last)
-    if end == 0:
+    if step_size(n, plan, 0, drop_last) == 0:
         raise ConfigError(
             f"{n} training samples give no step of trainer.global_batch_size={plan.global_batch}: "
             f"set trainer.global_batch_size={max(n, 1)} or less, or data.drop_last=false"
         )
     steps_a_block = max(1, BLOCK // plan.padded)
     while True:
-        starts = range(offset, end, plan.global_batch)
-        starts = [s for s in starts if not drop_last or s + plan.global_batch <= end]
-        for first in range(0, len(starts), steps_a_block):
-            block = starts[first : first + steps_a_block]
-            sizes = [min(plan.global_batch, end - start) for start in block]
-            rows = [plan.rows(rank, size) for size in sizes]
-            positions = [s + np.arange(r.start, r.stop) for s, r in zip(block, rows, strict=True)]
-            samples = permuted(np.concatenate(positions), n, seed, epoch)
-            parts = np.split(samples, np.cumsum([len(r) for r in rows])[:-1])
-            for start, size, indices in zip(block, sizes, parts, strict=True):
-                yield Step(epoch, start, indices, plan.padded, size)
-        epoch, offset = epoch + 1, 0
+        block = []  # (start, size, rows) of the next steps
+        while len(block) < steps_a_block and (size := step_size(n, plan, offset, drop_last)):
+            block.append((offset, size, plan.rows(rank, size)))
+            offset += size
+        if not block:
+            epoch, offset = epoch + 1, 0
+            continue
+        positions = [start + np.arange(rows.start, rows.stop) for start, _, rows in block]
+        samples = permuted(np.concatenate(positions), n, seed, epoch)
+        parts = np.split(samples, np.cumsum([len(rows) for _, _, rows in block])[:-1])
+        for (start, size, _), indices in zip(block, parts, strict=True):
+            yield Step(epoch, start, indices, plan.padded, size)
 
 
 def eval_steps(n: int, size: int, rank: int, ranks: int) -> list[Step]:
-    """Steps of a rank that together, over all ranks, hold each of n samples once, `size` rows a rank.
+    """Steps of a rank, `size` rows each, that together over all ranks hold each of n samples once.
 
     Every rank has the same number of them; where a rank has nothing left, all its rows are padding.
     """
@@ -106,13 +109,12 @@ def eval_steps(n: int, size: int, rank: int, ranks: int) -> list[Step]:
 class Samples:
     """A data set seen step by step: `samples[step]` is the rank's `Batch`.
 
-    dataset: `dataset[index]` gives a pair (input or tuple of inputs, target) or a dict, whose entries
-    named in `inputs` (none: the first) are the model's inputs and whose other entries are the target
-    (one alone: without its name). transform: applied to inputs that are PIL images; what is a tensor
-    passes as it is. train: random numbers are drawn for each sample from (seed, epoch, index, draw),
-    unless transform and dataset both say `draws = False`, by Python, numpy and torch alike; `draw`
-    counts stand-ins. on_bad_image: raise, or skip: in training the next good sample stands in, in
-    evaluation the row's weight is 0.
+    dataset: `dataset[index]` gives a pair (input or tuple of inputs, target), or a dict: those of its
+    entries named in `inputs` (none: the first) are the model's inputs, the others the target (one
+    alone: without its name). transform: applied to inputs that are PIL images; tensors pass as they are. train:
+    Python, numpy and torch are seeded for each sample from (seed, epoch, index, draw), unless
+    transform and dataset both say `draws = False`; `draw` counts stand-ins. on_bad_image: raise, or
+    skip: in training the next good sample stands in, in evaluation the row's weight is 0.
     """
 
     def __init__(
@@ -190,7 +192,8 @@ class Samples:
             return tuple(sample[name] for name in names), target
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise ConfigError(
-                f"the data set gave {type(sample).__name__}: expected a pair (input, target) or a dict"
+                f"the data set gave a {type(sample).__name__}: expected a pair (input, target) or "
+                "a dict; change what data._target_ returns"
             )
         inputs, target = sample
         return (inputs if isinstance(inputs, tuple) else (inputs,)), target
@@ -251,7 +254,7 @@ def _start_worker(worker: int) -> None:
 
 
 def explain(error: BaseException) -> str | None:
-    """The sentence for an error of the loader that a person can do something about; None for others."""
+    """The sentence for an error of the loader that a person can mend; None for others."""
     text = str(error)
     if isinstance(error, BadImage):
         return f"{text}. Set data.on_bad_image=skip, or list all such files: python scripts/scan.py"

@@ -11,7 +11,7 @@ CELLS = 8  # an image is so many coloured cells a side
 
 
 class Synthetic:
-    """Pairs (image, class) made from (seed, index): half the colour of a cell is its class's, half noise.
+    """Pairs (image, class) made from (seed, index): cells of colour, half the class's, half noise.
 
     The image is a PIL image, or a float tensor [in_chans, size, size] of -1 to 1 where in_chans is
     neither 1 nor 3. first: index of the first sample, so that two sets of one seed share no sample.

@@ -1,4 +1,4 @@
-"""The files of an image folder as a compact table, scanned once a node and mapped by ranks and workers.
+"""The files of an image folder as a compact table, scanned once a node and mapped by workers.
 
 A Python list of paths is copied page by page into every worker, since reading an object counts its
 references; three arrays are not.
@@ -28,9 +28,9 @@ NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG"}
 class Table:
     """Image files below a folder, by class and then by path.
 
-    root: the folder. names: the files' paths below it, joined, uint8; file i ends at ends[i], int64 [n].
-    labels: int32 [n], rank of the class folder among `classes`; -1 where there are none. left_out: how
-    many files of which kind are no samples. folders: each folder's time of change, in nanoseconds.
+    root: the folder. names: the files' paths below it, joined, uint8; file i ends at ends[i], int64
+    [n]. labels: int32 [n], rank of the class folder in `classes`; -1 where there are none. left_out:
+    how many files of which kind are no samples. folders: each one's time of change in nanoseconds.
     """
 
     root: bytes
@@ -52,7 +52,7 @@ class Table:
 def scan(root: str | bytes, by_class: bool) -> Table:
     """Reads a folder: each folder in it a class, or, with by_class false, one tree without labels.
 
-    Hidden files and folders and empty files are no samples. Raises OSError for what cannot be listed.
+    Hidden files and folders and empty files are no samples. Raises OSError for a closed folder.
     """
     root, suffixes = os.fsencode(root), image_suffixes()
     left_out, folders = Counter(), {}
@@ -85,7 +85,7 @@ def scan(root: str | bytes, by_class: bool) -> Table:
 def _images(
     folder: bytes, below: bytes, suffixes: tuple, left_out: Counter, folders: dict, above: tuple
 ) -> Iterator[bytes]:
-    """Paths of the image files in a folder's tree, `below` in front. Links that lead back are not followed."""
+    """Paths of the image files in a folder's tree, `below` in front; no link leads back up."""
     status = os.stat(folder)
     here = status.st_dev, status.st_ino
     if here in above:

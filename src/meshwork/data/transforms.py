@@ -1,4 +1,4 @@
-"""From a PIL image to the model's input: timm's transforms with the model's own mean, std and sizes."""
+"""From a PIL image to the model's input: timm's transforms with the model's mean, std and sizes."""
 
 import random
 from typing import Any
@@ -28,7 +28,7 @@ def train_transform(
 ) -> Transform:
     """PIL image to float32 [in_chans, image_size, image_size], augmented as the config says.
 
-    images: mean, std, interpolation and crop_pct of the model (timm.data.resolve_model_data_config).
+    images: the model's mean, std, interpolation and crop_pct (timm.data.resolve_model_data_config).
     Without a random crop the image is fitted as in evaluation. Raises ConfigError for settings that
     timm does not take.
     """
@@ -45,7 +45,7 @@ def train_transform(
 
 
 def eval_transform(images: dict[str, Any], image_size: int, in_chans: int) -> Transform:
-    """PIL image to float32 [in_chans, image_size, image_size]: resized and cropped as timm evaluates."""
+    """PIL image to float32 [in_chans, image_size, image_size], resized and cropped as by timm."""
     return Transform([Fit(images, image_size), Normalize(images, in_chans)], draws=False)
 
 
@@ -77,15 +77,15 @@ def _timm_steps(
         )
     except (AssertionError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(
-            f"data.augment.auto_augment={augment.auto_augment}: timm knows no such policy ({error}); "
-            "expected rand-m9-mstd0.5, augmix-m5-w4, 3a, original or their kin"
+            f"data.augment.auto_augment={augment.auto_augment}: timm knows no such policy "
+            f"({error}); expected rand-m9-mstd0.5, augmix-m5-w4, 3a, original or their kin"
         ) from error
     crop = first.transforms[:1] if augment.scale else []
     return crop + first.transforms[1:], policy.transforms, last.transforms[2:]
 
 
 class Fit:
-    """timm's resize and crop of evaluation; an image that has the size already is taken as it is."""
+    """timm's resize and crop of evaluation; an image of the right size is taken as it is."""
 
     def __init__(self, images: dict[str, Any], image_size: int):
         from timm.data import create_transform
@@ -125,10 +125,11 @@ class Normalize:
         self.factor = torch.from_numpy(1 / (255 * std)).float().reshape(shape)
         self.shift = torch.from_numpy(-mean / std).float().reshape(shape)
         self.mode = {1: "L", 3: "RGB"}.get(in_chans)
-        if self.mode is None:
-            raise ConfigError(f"model.in_chans={in_chans}: images are given with 1 or 3 channels")
+        self.in_chans = in_chans
 
     def __call__(self, image: Image.Image) -> Tensor:
+        if self.mode is None:
+            raise ConfigError(f"found an image for model.in_chans={self.in_chans}: expected 1 or 3")
         if image.mode != self.mode:
             image = image.convert(self.mode)
         pixels = np.array(image, dtype=np.uint8, ndmin=3)
