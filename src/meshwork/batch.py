@@ -38,6 +38,8 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
         """On a device; floating-point inputs in `dtype` where given."""
+        if device.type == "cpu" and dtype is None:
+            return self
         moved = self.map(lambda t: t.to(device, non_blocking=True))
         if dtype is not None:
             moved.inputs = tuple(

@@ -51,4 +51,4 @@ def described_keys(conf: Path) -> dict[str, tuple[str, str]]:
 
 
 def _line(typed: str, text: str) -> str:
-    return f"  {typed:<34} {text}"
+    return f"  {typed:<33}  {text}"

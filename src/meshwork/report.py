@@ -52,7 +52,7 @@ class Report:
         jsonl = [JsonlLogger(run.path)] if world.is_main else []
         self.loggers = Loggers([*jsonl, *loggers], self.note)
         self.progress: Progress | None = None
-        self.began = time.time()
+        self.began, self.status_time = time.time(), 0.0
         self.n_bad = 0
 
     def table(self, rows: list[tuple[str, str]]) -> None:
@@ -82,7 +82,9 @@ class Report:
             line = self._line(metrics, position)
             self.loggers.log(line, position.step)
             self.progress.train(line, position.epoch)
-            self.run.status("running", step=position.step, step_time=time.time())
+            if time.time() > self.status_time + 1:
+                self.status_time = time.time()
+                self.run.status("running", step=position.step, step_time=self.status_time)
 
     def validation_line(self, result: Result, position: Position) -> None:
         if self.world.is_main and result.metrics:

@@ -89,6 +89,7 @@ def fit(job: Job) -> Outcome:
     validation = evaluation_set(job, job.data.val)
     batches = train_batches(job, position)
     profiler = report.profiler(job.run.path) if t.profile else None
+    after_step = getattr(engine.task, "after_step", None)
     report.begin(job.horizon.steps, first)
     engine.train()
     meter, before = Meter(), time.perf_counter()
@@ -109,10 +110,11 @@ def fit(job: Job) -> Outcome:
             engine.unscale(job.optimizer)
             norm = engine.clip_grad_norm(t.clip_grad_norm)
         engine.update(job.optimizer)
-        if hasattr(engine.task, "after_step"):
-            engine.task.after_step(engine.module, position)
+        if after_step is not None:
+            after_step(engine.module, position)
         meter.add(shares, batch.total, waited)
-        report.bad_images(batch.bad)
+        if batch.bad:
+            report.bad_images(batch.bad)
         if profiler:
             profiler.step()
         before = time.perf_counter()

@@ -44,10 +44,10 @@ class BadImage(Exception):
     """An image that cannot be read; a data set raises BadImage(path, reason)."""
 
     def __init__(self, path: str, reason: str | None = None):
-        # torch makes a worker's error again from one string, its traceback: the last line is ours.
-        again = reason is None
-        text = path.strip().splitlines()[-1].rpartition("BadImage: ")[2] if again else None
-        super().__init__(text or f"cannot read the image {path}: {reason}")
+        text = f"cannot read the image {path}: {reason}"
+        if reason is None:  # torch makes a worker's error again from its traceback: last line
+            text = path.strip().splitlines()[-1].rpartition("BadImage: ")[2]
+        super().__init__(text)
         self.path, self.reason = path, reason
 
 
@@ -109,12 +109,12 @@ def eval_steps(n: int, size: int, rank: int, ranks: int) -> list[Step]:
 class Samples:
     """A data set seen step by step: `samples[step]` is the rank's `Batch`.
 
-    dataset: `dataset[index]` gives a pair (input or tuple of inputs, target), or a dict: those of its
-    entries named in `inputs` (none: the first) are the model's inputs, the others the target (one
-    alone: without its name). transform: applied to inputs that are PIL images; tensors pass as they are. train:
-    Python, numpy and torch are seeded for each sample from (seed, epoch, index, draw), unless
-    transform and dataset both say `draws = False`; `draw` counts stand-ins. on_bad_image: raise, or
-    skip: in training the next good sample stands in, in evaluation the row's weight is 0.
+    dataset: `dataset[index]` gives a pair (input or tuple of inputs, target) or a dict: what `inputs`
+    names in it (none: the first entry) are the model's inputs, the rest is the target (a single one
+    without its name). transform: applied to inputs that are PIL images; tensors pass as they are.
+    train: Python, numpy and torch are seeded for each sample from (seed, epoch, index, draw), but
+    where transform and dataset both say `draws = False`; `draw` counts stand-ins. on_bad_image:
+    raise, or skip: in training the next good sample stands in, in evaluation the row weighs 0.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class Samples:
                 if not self.skip:
                     raise
                 bad.append((error.path, error.reason))
-                yield self._stand_in(epoch, index, bad), self.train
+                yield self._stand_in(epoch, index), self.train
 
-    def _stand_in(self, epoch: int, index: int, bad: list) -> Any:
+    def _stand_in(self, epoch: int, index: int) -> Any:
         for draw in range(1, STAND_INS):
             other = (index + draw) % len(self.dataset)
             try:

@@ -29,7 +29,7 @@ class Table:
     """Image files below a folder, by class and then by path.
 
     root: the folder. names: the files' paths below it, joined, uint8; file i ends at ends[i], int64
-    [n]. labels: int32 [n], rank of the class folder in `classes`; -1 where there are none. left_out:
+    [n]. labels: int32 [n], the class folder's place in `classes`; -1 where it has none. left_out:
     how many files of which kind are no samples. folders: each one's time of change in nanoseconds.
     """
 

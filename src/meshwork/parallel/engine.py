@@ -81,12 +81,13 @@ class Engine:
                     self._statistics.skip = i >= self._real
                 with self._autocast():
                     loss, parts = self._loss(self.wrapped(*micro.inputs), micro)
-                    share = masked_sum(loss, micro.weight, batch.uniform) / divisor
-                scaled = share * self.plan.ranks if self.plan.ranks > 1 else share
-                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-            found = {"loss": share.detach()}
-            for name, value in parts.items():
-                found[name] = masked_sum(value.detach(), micro.weight, batch.uniform) / divisor
+                # The mean's gradient by each sample's loss; the wrapper averages over data ranks.
+                gradient = (micro.weight * (self.plan.ranks / divisor)).to(loss.dtype)
+                loss.backward(gradient if self.scaler is None else self.scaler.scale(gradient))
+            found = {
+                name: masked_sum(value.detach(), micro.weight, batch.uniform) / divisor
+                for name, value in {"loss": loss, **parts}.items()
+            }
             shares = found if shares is None else {k: shares[k] + v for k, v in found.items()}
         if self._statistics is not None:
             self._statistics.commit()
@@ -107,7 +108,7 @@ class Engine:
     def _loss(self, output: object, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         found = self.task.loss(output, batch)
         loss, parts = found if isinstance(found, tuple) else (found, {})
-        if loss.ndim != 1 or len(loss) != len(batch):
+        if loss.shape != batch.weight.shape:
             raise ConfigError(
                 f"{type(self.task).__name__}.loss returned shape {tuple(loss.shape)} for {len(batch)} "
                 f"samples: expected one value a sample, [{len(batch)}] (reduction='none')"
