@@ -37,7 +37,7 @@ class Batch:
         return Batch(inputs, target, function(self.weight), self.total, self.bad, self.uniform)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
-        """On a device; floating-point inputs in `dtype` where given."""
+        """On a device; floating-point inputs, and the weight, in `dtype` where given."""
         if device.type == "cpu" and dtype is None:
             return self
         moved = self.map(lambda t: t.to(device, non_blocking=True))
@@ -46,6 +46,7 @@ class Batch:
                 t.to(dtype) if torch.is_tensor(t) and t.is_floating_point() else t
                 for t in moved.inputs
             )
+            moved.weight = moved.weight.to(dtype)
         return moved
 
     def pin_memory(self) -> "Batch":
@@ -135,9 +136,12 @@ class BatchPlan:
         """Rows that every rank runs each step, padding included: the shape is constant."""
         return self.micro * self.n_micro
 
-    def real_micro(self, rank: int) -> int:
-        """Micro-batches of a full step on a rank that hold at least one sample; the rest are dummies."""
-        return -(-len(self.rows(rank)) // self.micro)
+    def real_micro(self, rank: int, size: int | None = None) -> int:
+        """Micro-batches of a step of `size` samples (null: a full one) that hold any of them on a rank.
+
+        The others are dummies: they run, and nothing of them counts.
+        """
+        return -(-len(self.rows(rank, size)) // self.micro)
 
 
 def nearest_multiples(value: int, unit: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Exact evaluation: every sample once, sums in float64, the same numbers on any number of ranks."""
 
 import heapq
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from meshwork.batch import Batch, map_tensors
 from meshwork.distributed import World
-from meshwork.parallel.engine import Engine
+from meshwork.parallel.engine import Engine, masked_sum
 
 WORST = 16
 
@@ -19,7 +20,7 @@ WORST = 16
 class Result:
     """metrics: {"val/loss": ..., ...}. totals: summed tensors by name, float64 on the CPU.
 
-    worst: (loss, index, image [c, h, w], target, predicted class) of the samples with the largest loss,
+    worst: (loss, number, image [c, h, w], target, predicted class) of the samples with the largest loss,
     on rank 0. bad: (path, reason) of images that could not be read.
     """
 
@@ -52,6 +53,7 @@ def evaluate(
     task = engine.task
     totals: dict[str, Tensor] = {}
     worst: list[tuple] = []
+    numbers = itertools.count()
     bad: list[tuple[str, str]] = []
     engine.sync_buffers()
     engine.train(False)
@@ -65,7 +67,7 @@ def evaluate(
         for name, value in sums.items():
             totals[name] = totals[name] + value if name in totals else value
         if keep_worst and len(losses):
-            _keep_worst(worst, losses, shown, output)
+            _keep_worst(worst, numbers, losses, shown, output)
         if hasattr(task, "on_validation") and len(losses):
             task.on_validation(shown, output, logger)
     engine.train()
@@ -88,23 +90,23 @@ def _sums(
     if n < len(batch):
         batch = batch.map(lambda t: t[rows])
         output = map_tensors(lambda t: t[rows], output)
-    found = engine.task.loss(output, batch)
-    losses = (found[0] if isinstance(found, tuple) else found).double()
-    weight = (
-        engine.task.weight(batch) if hasattr(engine.task, "weight") else torch.ones_like(losses)
-    )
-    sums = {
-        "loss": (losses * weight).sum(),
-        "weight": weight.sum(),
-        "count": torch.tensor(float(len(losses)), device=losses.device),
-    }
-    if hasattr(engine.task, "metrics"):
-        sums |= engine.task.metrics(output, batch)
-    sums = {k: v.double() * (n > 0) for k, v in sums.items()}
+    task = engine.task
+    with engine.autocast():
+        found = task.loss(output, batch)
+        sums = task.metrics(output, batch) if hasattr(task, "metrics") else {}
+    losses = _exact(found[0] if isinstance(found, tuple) else found)
+    weight = _exact(task.weight(batch)) if hasattr(task, "weight") else torch.ones_like(losses)
+    sums["loss"] = masked_sum(losses, weight, False)
+    sums |= {"weight": weight.sum(), "count": torch.tensor(float(len(losses)))}
+    sums = {k: _exact(v) if n else torch.zeros_like(_exact(v)) for k, v in sums.items()}
     return sums, losses[:n], batch, output
 
 
-def _keep_worst(worst: list[tuple], losses: Tensor, batch: Batch, output: Any) -> None:
+def _exact(values: Tensor) -> Tensor:
+    return values.cpu().double()  # in this order: not every device knows float64
+
+
+def _keep_worst(worst: list[tuple], numbers: Iterator[int], losses: Tensor, batch: Batch, output: Any) -> None:
     """Keep the samples with the largest loss, where inputs are images and outputs class scores."""
     image = batch.inputs[0]
     if not torch.is_tensor(output) or output.ndim != 2 or image.ndim != 4:
@@ -114,7 +116,7 @@ def _keep_worst(worst: list[tuple], losses: Tensor, batch: Batch, output: Any) -
     for i in losses.topk(min(WORST, len(losses))).indices.tolist():
         entry = (
             losses[i].item(),
-            len(worst),
+            next(numbers),  # settles a tie
             image[i].float().cpu(),
             int(batch.target[i]),
             int(output[i].argmax()),

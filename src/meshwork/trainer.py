@@ -69,7 +69,7 @@ class Meter:
 
     def means(self, world: World) -> dict[str, float]:
         """Means over the steps and the whole job; one small reduction."""
-        sums = world.sum(torch.stack([v.double().cpu() for v in self.shares.values()]))
+        sums = world.sum(torch.stack([v.cpu().double() for v in self.shares.values()]))
         return dict(zip(self.shares, (sums / self.steps).tolist(), strict=True))
 
 
@@ -242,8 +242,8 @@ def better(job: Job, result: Result, outcome: Outcome) -> dict[str, float]:
 def save(job: Job, meter: Meter, outcome: Outcome) -> None:
     """Save a checkpoint, after asking all ranks whether every weight is finite."""
     weights = [p.detach() for _, p in job.engine.named_parameters()]
-    values = [v.double().cpu() for v in meter.shares.values()]
-    values.append(torch.stack(torch._foreach_norm(weights)).double().sum().cpu())
+    values = [v.cpu().double() for v in meter.shares.values()]
+    values.append(torch.stack(torch._foreach_norm(weights)).cpu().double().sum())
     if not bool(torch.isfinite(job.world.sum(torch.stack(values).sum()))):
         raise not_finite(job, outcome.position)
     facts = {

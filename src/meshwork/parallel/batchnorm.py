@@ -2,13 +2,25 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def trained_norms(model: nn.Module) -> list[_BatchNorm]:
-    """BatchNorm layers that are trained; those whose parameters are all frozen stay as they are."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and not is_frozen(m)]
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Layers whose training output mixes the samples of a batch, or that keep statistics of batches.
+
+    BatchNorm, and what keeps a running variance without being one (timm's EvoNorm B0).
+    """
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, _BatchNorm) or getattr(m, "running_var", None) is not None
+    ]
+
+
+def trained_norms(model: nn.Module) -> list[nn.Module]:
+    """Those that are trained; where all parameters are frozen, the statistics stay as they are."""
+    return [m for m in batch_norms(model) if not is_frozen(m)]
 
 
 def is_frozen(norm: nn.Module) -> bool:
@@ -31,11 +43,11 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module):
-        self.norms = [m for m in trained_norms(model) if m.running_mean is not None]
+        self.norms = [m for m in trained_norms(model) if list(m.buffers(recurse=False))]
         self.skip = False
-        self._start: dict[nn.Module, list[torch.Tensor]] = {}
-        self._sum: dict[nn.Module, list[torch.Tensor]] = {}
-        self._count: dict[nn.Module, int] = {}
+        self._start: dict[nn.Module, list[Tensor]] = {}
+        self._sum: dict[nn.Module, list[Tensor]] = {}
+        self._calls: dict[nn.Module, int] = {}
         for norm in self.norms:
             norm.register_forward_pre_hook(self._restore)
             norm.register_forward_hook(self._collect)
@@ -46,42 +58,40 @@ class RunningStatistics:
             return
         if norm not in self._start:
             self._start[norm] = [b.clone() for b in norm.buffers(recurse=False)]
+            self._sum[norm] = [torch.zeros_like(b) for b in _averaged(norm)]
+            self._calls[norm] = 0
         for buffer, start in zip(norm.buffers(recurse=False), self._start[norm], strict=True):
             buffer.copy_(start)
 
     @torch.no_grad()
     def _collect(self, norm: nn.Module, *_: object) -> None:
-        if not norm.training or self.skip:
-            return
-        moved = [norm.running_mean, norm.running_var]
-        if norm not in self._sum:
-            self._sum[norm] = [b.clone() for b in moved]
-        else:
-            torch._foreach_add_(self._sum[norm], moved)
-        self._count[norm] = self._count.get(norm, 0) + 1
+        if norm.training and not self.skip:
+            torch._foreach_add_(self._sum[norm], _averaged(norm))
+            self._calls[norm] += 1
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Once per optimizer step: put the mean in place."""
+    def commit(self, share: float) -> None:
+        """Once per optimizer step: put this rank's part of the mean in place.
+
+        share: micro-batches that counted here, over the mean of the data ranks: so weighted, the plain
+        average over the ranks is the mean over all micro-batches.
+        """
         for norm, start in self._start.items():
-            for buffer, value in zip(norm.buffers(recurse=False), start, strict=True):
-                buffer.copy_(value)
-            if count := self._count.get(norm):
-                torch._foreach_div_(self._sum[norm], count)
-                norm.running_mean.copy_(self._sum[norm][0])
-                norm.running_var.copy_(self._sum[norm][1])
-                norm.num_batches_tracked.add_(1)
-        self._start, self._sum, self._count = {}, {}, {}
+            kept = [b for b in start if b.is_floating_point()]
+            for buffer, old, moved in zip(_averaged(norm), kept, self._sum[norm], strict=True):
+                n = max(self._calls[norm], 1)
+                buffer.copy_(old + (moved / n - old) * share)
+        self._start, self._sum, self._calls = {}, {}, {}
+
+
+def _averaged(norm: nn.Module) -> list[Tensor]:
+    """Running statistics; the count of batches beside them is a whole number and goes up by itself."""
+    return [b for b in norm.buffers(recurse=False) if b.is_floating_point()]
 
 
 @torch.no_grad()
-def average_statistics(model: nn.Module, share: float, group: dist.ProcessGroup | None) -> None:
-    """Average running statistics over data ranks; share: this rank's part of the micro-batches.
-
-    Exact, since the update of running statistics is linear.
-    """
+def average_statistics(model: nn.Module, ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Average running statistics over data ranks: exact, since their update is linear."""
     for norm in trained_norms(model):
-        for buffer in (norm.running_mean, norm.running_var):
-            if buffer is not None:
-                buffer.mul_(share)
-                dist.all_reduce(buffer, group=group)
+        for buffer in _averaged(norm):
+            dist.all_reduce(buffer.div_(ranks), group=group)

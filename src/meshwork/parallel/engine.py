@@ -1,6 +1,7 @@
 """The engine: what the loop sees of a model, the same in every layout."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -12,7 +13,12 @@ from meshwork.batch import Batch, BatchPlan
 from meshwork.config import Config, ConfigError
 from meshwork.distributed import World
 from meshwork.mesh import Layout
-from meshwork.parallel.batchnorm import RunningStatistics, average_statistics, is_frozen
+from meshwork.parallel.batchnorm import (
+    RunningStatistics,
+    average_statistics,
+    batch_norms,
+    is_frozen,
+)
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,28 +38,26 @@ class Engine:
         plan: BatchPlan,
         data_rank: int,
         world: World,
-        precision: str,
+        cfg: Config,
     ):
         self.module, self.wrapped, self.task = module, wrapped, task
         self.parts = [module]
         self.plan, self.data_rank, self.world = plan, data_rank, world
         self.counts = True
+        precision, kind = cfg.trainer.precision, world.device.type
         self.dtype = torch.float64 if precision == "fp64" else None
-        kind = world.device.type
-        self._autocast = (
+        self.autocast = (
             (lambda: torch.autocast(kind, AUTOCAST[precision]))
             if precision in AUTOCAST
             else nullcontext
         )
         self.scaler = torch.amp.GradScaler(kind, enabled=True) if precision == "fp16" else None
-        self._frozen_norms = [
-            m for m in module.modules() if is_frozen(m) and hasattr(m, "running_mean")
-        ]
+        self._frozen_norms = [m for m in batch_norms(module) if is_frozen(m)]
         self._no_sync = getattr(wrapped, "no_sync", nullcontext)
-        self._real = plan.real_micro(data_rank)
-        alone = plan.n_micro == 1 and self._real == 1
-        self._statistics = None if alone or not plan.coupled else RunningStatistics(module)
-        self._grads_checked = False
+        # With one micro-batch a rank in every step BatchNorm's own update is the right one.
+        plain = plan.n_micro == 1 and cfg.data.drop_last
+        self._statistics = RunningStatistics(module) if plan.coupled and not plain else None
+        self._grads_checked = cfg.parallel.find_unused_parameters
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode; frozen BatchNorm stays in evaluation mode."""
@@ -75,11 +79,12 @@ class Engine:
         divisor, batch = self._weigh(batch)
         micro_batches = batch.split(self.plan.micro)
         last, shares = len(micro_batches) - 1, None
+        n_real = self.plan.real_micro(self.data_rank, batch.total)
         for i, micro in enumerate(micro_batches):
             with nullcontext() if i == last else self._no_sync():
                 if self._statistics is not None:
-                    self._statistics.skip = i >= self._real
-                with self._autocast():
+                    self._statistics.skip = i >= n_real
+                with self.autocast():
                     loss, parts = self._loss(self.wrapped(*micro.inputs), micro)
                 # The mean's gradient by each sample's loss; the wrapper averages over data ranks.
                 gradient = (micro.weight * (self.plan.ranks / divisor)).to(loss.dtype)
@@ -90,7 +95,7 @@ class Engine:
             }
             shares = found if shares is None else {k: shares[k] + v for k, v in found.items()}
         if self._statistics is not None:
-            self._statistics.commit()
+            self._statistics.commit(n_real * self.plan.ranks * self.plan.micro / batch.total)
         if not self._grads_checked:
             self._check_gradients()
         return shares
@@ -103,6 +108,7 @@ class Engine:
         total = weight.sum()
         if self.plan.ranks > 1:
             dist.all_reduce(total)
+        total = torch.where(total > 0, total, 1)  # a step in which nothing counts changes nothing
         return total, Batch(batch.inputs, batch.target, weight, batch.total, batch.bad, False)
 
     def _loss(self, output: object, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,11 +124,13 @@ class Engine:
     def _check_gradients(self) -> None:
         """After the first backward: DistributedDataParallel waits for parameters that got no gradient."""
         self._grads_checked = True
-        unused = [n for n, p in self.named_parameters() if p.requires_grad and p.grad is None]
+        trained = {n: p for n, p in self.named_parameters() if p.requires_grad}
+        unused = [n for n, p in trained.items() if p.grad is None]
         if unused and isinstance(self.wrapped, DistributedDataParallel):
             raise ConfigError(
-                f"{len(unused)} parameters got no gradient ({', '.join(unused[:5])}): use them in the loss, "
-                f"or freeze them: model.freeze=[{','.join(dict.fromkeys(n.split('.')[0] for n in unused))}]"
+                f"{len(unused)} parameters got no gradient ({', '.join(unused[:5])}): use them in the "
+                f"loss, freeze them (model.freeze=[{','.join(common_prefixes(unused, trained))}]), or "
+                "set parallel.find_unused_parameters=true where that differs from step to step"
             )
 
     def clip_grad_norm(self, largest: float | None) -> Tensor:
@@ -154,14 +162,13 @@ class Engine:
     @torch.no_grad()
     def predict(self, batch: Batch) -> object:
         """Output of the model for a batch on the device; None where this rank does not hold it."""
-        with self._autocast():
+        with self.autocast():
             return self.module(*batch.inputs)
 
     def sync_buffers(self) -> None:
         """Average BatchNorm's running statistics over data ranks; before validation and saving."""
         if self.plan.coupled and self.plan.ranks > 1:
-            total = self.plan.global_batch // self.plan.micro
-            average_statistics(self.module, self._real / total, None)
+            average_statistics(self.module, self.plan.ranks, None)
 
 
 def masked_sum(values: Tensor, weight: Tensor, uniform: bool) -> Tensor:
@@ -171,6 +178,17 @@ def masked_sum(values: Tensor, weight: Tensor, uniform: bool) -> Tensor:
     return torch.where(weight > 0, values * weight, 0).sum()
 
 
+def common_prefixes(some: Collection[str], names: Collection[str]) -> list[str]:
+    """The fewest dotted prefixes that stand for exactly these of all names."""
+    found: dict[str, None] = {}
+    for name in some:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+        below = (p for p in prefixes if all(n in some for n in names if f"{n}.".startswith(f"{p}.")))
+        found[next(below)] = None
+    return list(found)
+
+
 def parallelize(
     model: nn.Module, task: object, cfg: Config, layout: Layout, plan: BatchPlan, world: World
 ) -> Engine:
@@ -178,6 +196,7 @@ def parallelize(
 
     Dropout differs between data ranks and repeats for the same seed and layout.
     """
+    _set_torch(cfg)
     model = model.to(world.device)
     wrapped = model
     if layout.data_ranks > 1:
@@ -189,7 +208,18 @@ def parallelize(
             find_unused_parameters=cfg.parallel.find_unused_parameters,
         )
     data_rank = layout.data_rank(world.ranks.rank)
-    torch.manual_seed(cfg.seed * 1_000_003 + 1 + data_rank)
+    torch.manual_seed((cfg.seed * 1_000_003 + 1 + data_rank) % 2**63)
+    engine = Engine(model, wrapped, task, plan, data_rank, world, cfg)
     for helper in getattr(task, "helpers", {}).values():
-        helper.to(world.device).eval().requires_grad_(False)
-    return Engine(model, wrapped, task, plan, data_rank, world, cfg.trainer.precision)
+        helper.to(world.device, engine.dtype).eval().requires_grad_(False)
+    return engine
+
+
+def _set_torch(cfg: Config) -> None:
+    """Settings of the process; each run sets all of them, since a sweep may run several in one."""
+    t = cfg.trainer
+    torch.set_float32_matmul_precision(t.matmul_precision)
+    torch.autograd.set_detect_anomaly(t.detect_anomaly)
+    if t.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
+    torch.use_deterministic_algorithms(t.deterministic)
