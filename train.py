@@ -68,7 +68,7 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
     task = build.build_task(cfg, data)
     model = build.build_model(cfg, data)
     plan = check(cfg, model, layout, device)
-    horizon, options = optim.check(cfg, model, data)
+    horizon, options = optim.check(cfg, model, data, plan)
     rows = rows_of_plan(cfg, layout, plan, model, data, horizon)
     if cfg.dry_run is not False:
         print(start_table([("dry run", f"{world_size} ranks, nothing started"), *rows]))
@@ -85,7 +85,7 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         engine = parallelize(model, task, cfg, layout, plan, world)
         optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
         schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
-        report.table([*rundir.rows(folder), ("ranks", ranks_row(world)), *rows])
+        report.table([*rundir.rows(folder), ("ranks", ranks_row(world)), *rows, report.logging_row()])
         job = Job(cfg, world, folder, engine, plan, horizon, data, optimizer, schedule, report)
         outcome = modes.MODES[cfg.mode](job)
         return report.result(outcome, overrides)

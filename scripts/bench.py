@@ -83,7 +83,7 @@ def ours(model: nn.Module, source: DataLoader, cfg: config.Config, folder: Path)
     task = build.build_task(cfg, data)
     layout = Layout()
     plan = check(cfg, model, layout, world.device)
-    horizon, options = optim.check(cfg, model, data)
+    horizon, options = optim.check(cfg, model, data, plan)
     run = RunDir(folder, "bench", 1)
     engine = parallelize(model, task, cfg, layout, plan, world)
     optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
@@ -101,7 +101,8 @@ def by_hand(model: nn.Module, source: DataLoader, cfg: config.Config, folder: Pa
     """What a researcher writes without a template: the same work, no more."""
     steps = cfg.trainer.max_steps
     data = Splits(train=range(10**9))
-    horizon, options = optim.check(cfg, model, data)
+    plan = check(cfg, model, Layout(), torch.device("cpu"))
+    horizon, options = optim.check(cfg, model, data, plan)
     optimizer = optim.build_optimizer(cfg.optimizer, model.named_parameters(), options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: optim.cosine(s / steps))
     losses, gathered, since = [], 0.0, 0

@@ -386,7 +386,7 @@ def private_mb(pid):
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
 
 
-def growth_mb(table, n_steps=20):
+def growth_mb(table, n_steps=12):
     """Growth of the private memory of each of two workers over steps of 10,000 samples."""
     samples, memory = Samples(Entries(table), still, 0, train=True), {}
     steps = itertools.islice(train_steps(len(table), plan(10_000), 0, 0, 0, 0, True), n_steps)

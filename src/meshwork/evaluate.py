@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwork.batch import Batch, map_tensors
 from meshwork.distributed import World
-from meshwork.parallel.engine import Engine, masked_sum
+from meshwork.parallel.engine import Engine
 
 WORST = 16
 
@@ -96,8 +96,8 @@ def _sums(
         sums = task.metrics(output, batch) if hasattr(task, "metrics") else {}
     losses = _exact(found[0] if isinstance(found, tuple) else found)
     weight = _exact(task.weight(batch)) if hasattr(task, "weight") else torch.ones_like(losses)
-    sums["loss"] = masked_sum(losses, weight, False)
-    sums |= {"weight": weight.sum(), "count": torch.tensor(float(len(losses)))}
+    sums["loss"], sums["weight"] = losses.sum(), weight.sum()
+    sums["count"] = torch.tensor(float(len(losses)))
     sums = {k: _exact(v) if n else torch.zeros_like(_exact(v)) for k, v in sums.items()}
     return sums, losses[:n], batch, output
 
@@ -106,7 +106,9 @@ def _exact(values: Tensor) -> Tensor:
     return values.cpu().double()  # in this order: not every device knows float64
 
 
-def _keep_worst(worst: list[tuple], numbers: Iterator[int], losses: Tensor, batch: Batch, output: Any) -> None:
+def _keep_worst(
+    worst: list[tuple], numbers: Iterator[int], losses: Tensor, batch: Batch, output: Any
+) -> None:
     """Keep the samples with the largest loss, where inputs are images and outputs class scores."""
     image = batch.inputs[0]
     if not torch.is_tensor(output) or output.ndim != 2 or image.ndim != 4:

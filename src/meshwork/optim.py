@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from meshwork import build, config
+from meshwork.batch import BatchPlan
+from meshwork.data.loader import step_size
 
 
 def group_options(
@@ -79,11 +81,12 @@ class Horizon:
     epoch_steps: int
 
     @classmethod
-    def of(cls, cfg: config.Config, n: int) -> "Horizon":
+    def of(cls, cfg: config.Config, n: int, plan: BatchPlan) -> "Horizon":
         """For n training samples; raises ConfigError where an epoch would have no step."""
-        size = cfg.trainer.global_batch_size
-        epoch_steps = n // size if cfg.data.drop_last else -(-n // size)
+        rest = step_size(n, plan, n - n % plan.global_batch, cfg.data.drop_last)
+        epoch_steps = n // plan.global_batch + (rest > 0)
         if epoch_steps == 0:
+            size = plan.global_batch
             raise config.ConfigError(
                 f"{n} training samples do not fill one step of trainer.global_batch_size={size}: "
                 + (f"set it to {n} or less, or data.drop_last=false" if n else "look at the data")
@@ -96,7 +99,7 @@ class Schedule:
 
     The factor is what `scheduler._target_` returns for those of `progress` (0 to 1, after warm-up),
     `epoch` (fractional), `step` and `milestones` that it names: a pure function of the step, so there
-    is nothing to save. Raises ConfigError where the warm-up is not shorter than the run.
+    is nothing to save.
     """
 
     def __init__(self, cfg: config.Scheduler, optimizer: torch.optim.Optimizer, horizon: Horizon):
@@ -105,16 +108,8 @@ class Schedule:
         self.names = [
             n for n in _facts(0.0, 0.0, 0, cfg) if n in signature(self.function).parameters
         ]
-        by_epoch = cfg.warmup_epochs is not None
-        self.warmup = round(
-            cfg.warmup_epochs * horizon.epoch_steps if by_epoch else cfg.warmup_steps or 0
-        )
-        if self.warmup and self.warmup >= horizon.steps:
-            key = "warmup_epochs" if by_epoch else "warmup_steps"
-            raise config.ConfigError(
-                f"scheduler.{key}={getattr(cfg, key)} is {self.warmup} steps of a run of "
-                f"{horizon.steps}: make the warm-up shorter or the run longer"
-            )
+        epochs = (cfg.warmup_epochs or 0) * horizon.epoch_steps
+        self.warmup = round(epochs) if cfg.warmup_epochs is not None else cfg.warmup_steps or 0
         self.cfg, self.optimizer, self.horizon = cfg, optimizer, horizon
         self.rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -138,13 +133,25 @@ def _facts(progress: float, epoch: float, step: int, cfg: config.Scheduler) -> d
     return {"progress": progress, "epoch": epoch, "step": step, "milestones": cfg.milestones}
 
 
-def check(cfg: config.Config, model: nn.Module, data: Any) -> tuple[Horizon, dict]:
-    """Horizon and group options of a run; raises what optimizer or schedule would refuse later."""
-    n = len(data.train) if data.train is not None else cfg.trainer.global_batch_size
-    horizon = Horizon.of(cfg, n)
+def check(
+    cfg: config.Config, model: nn.Module, data: Any, plan: BatchPlan
+) -> tuple[Horizon, dict[str, tuple[float, float]]]:
+    """Horizon and group options of a run.
+
+    Raises ConfigError for what optimizer or schedule would refuse later, and for a warm-up that is not
+    shorter than the training.
+    """
+    trains = data.train is not None
+    horizon = Horizon.of(cfg, len(data.train) if trains else plan.global_batch, plan)
     options = group_options(model, cfg.optimizer.weight_decay, cfg.optimizer.layer_decay)
     optimizer = build_optimizer(cfg.optimizer, model.named_parameters(), options)
-    Schedule(cfg.scheduler, optimizer, horizon)
+    schedule = Schedule(cfg.scheduler, optimizer, horizon)
+    if trains and schedule.warmup >= horizon.steps:
+        key = "warmup_steps" if cfg.scheduler.warmup_epochs is None else "warmup_epochs"
+        raise config.ConfigError(
+            f"scheduler.{key}={getattr(cfg.scheduler, key)} is {schedule.warmup} steps of a run of "
+            f"{horizon.steps}: make the warm-up shorter or the run longer"
+        )
     return horizon, options
 
 

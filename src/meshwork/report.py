@@ -4,6 +4,7 @@ Every rank holds a Report; on all but rank 0 it is silent.
 """
 
 import logging
+import os
 import shlex
 import sys
 import time
@@ -61,6 +62,14 @@ class Report:
             text = start_table(rows)
             print(text + "\n", flush=True)
             log.info("%s", text)
+
+    def logging_row(self) -> tuple[str, str]:
+        """The row of the start table that says where metrics go."""
+        names = [
+            f"{type(logger).__name__.removesuffix('Logger')} {getattr(logger, 'mode', '')}".strip()
+            for logger in self.loggers.loggers
+        ]
+        return "logging", ", ".join(names)
 
     def begin(self, total: int, start: int) -> None:
         """Start the progress line of a run of `total` steps, `start` of them done."""
@@ -205,11 +214,13 @@ class Report:
         self.run.status(state, step=outcome.position.step)
         if self.progress:
             self.progress.close()
-        print("\n" + start_table(self._last_rows(found, overrides)), flush=True)
+        print("\n" + start_table(self._last_rows(found)) + "\n", flush=True)
+        for label, command in self._next_commands(found, overrides):
+            print(f"{label:<10}{command}", flush=True)
         return value
 
-    def _last_rows(self, found: dict, overrides: list[str]) -> list[tuple[str, str]]:
-        """The end of a run: its metrics, and commands with real paths."""
+    def _last_rows(self, found: dict) -> list[tuple[str, str]]:
+        """The end of a run: where it stands, last and best metrics."""
 
         def shown(metrics: dict) -> str:
             return "  ".join(f"{k} {v:.4g}" for k, v in metrics.items())
@@ -217,17 +228,32 @@ class Report:
         rows = [(found["state"], f"step {found['step']}, {found['wall_s']:.1f} s")]
         rows += [("last", shown(found["final"]))] if found["final"] else []
         rows += [("best", shown(found["best"]))] if found["best"] else []
-        rows.append(("folder", str(self.run.path)))
-        again = ("mode", "run.dir", "run.id", "checkpoint.resume")
-        typed = [o for o in overrides if o.split("=")[0] not in again]
+        return [*rows, ("folder", str(self.run.path))]
+
+    def _next_commands(self, found: dict, overrides: list[str]) -> list[tuple[str, str]]:
+        """What a person types next, with real paths, each on one line to be copied."""
+        commands = [("logs", command) for command in self.loggers.commands()]
         last = found["checkpoint"]["last"]
-        if last is not None:
-            start = launch_command(self.world)
-            more = shlex.join([*typed, f"run.dir={self.run.path}"])
-            check = shlex.join([*typed, "mode=validate", f"checkpoint.resume={last}"])
-            rows += [("go on", f"{start} {more} trainer.max_epochs=...")]
-            rows += [("validate", f"{start} {check}")]
-        return rows + [("look", command) for command in self.loggers.commands()]
+        if last is None:
+            return commands
+        again = ("mode", "run.dir", "run.id", "checkpoint.resume", "trainer.stop_at_step")
+        typed = [o for o in overrides if o.split("=")[0] not in again]
+        start = launch_command(self.world)
+        check = shlex.join([*typed, "mode=validate", f"checkpoint.resume={short(last)}"])
+        if self.cfg.mode == "train" and found["state"] == "finished":
+            key = "max_steps" if self.cfg.trainer.max_steps else "max_epochs"
+            typed = [o for o in typed if o.split("=")[0] != f"trainer.{key}"]
+            typed.append(f"trainer.{key}={2 * getattr(self.cfg.trainer, key)}")
+        more = shlex.join([*typed, f"run.dir={short(self.run.path)}"])
+        if self.cfg.mode == "train":
+            commands.append(("go on", f"{start} {more}"))
+        return [*commands, ("validate", f"{start} {check}")]
+
+
+def short(path: Any) -> str:
+    """A path relative to the working directory where it lies below it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def launch_command(world: World) -> str:

@@ -13,7 +13,7 @@ from meshwork import build, checkpoint
 from meshwork.batch import Batch, BatchPlan
 from meshwork.checkpoint import Position
 from meshwork.config import Config, ConfigError
-from meshwork.data.loader import eval_steps, explain, loader, train_steps
+from meshwork.data.loader import eval_steps, explain, loader, step_size, train_steps
 from meshwork.distributed import World
 from meshwork.evaluate import Result, evaluate
 from meshwork.memory import out_of_memory
@@ -94,22 +94,25 @@ def fit(job: Job) -> Outcome:
     engine.train()
     meter, before = Meter(), time.perf_counter()
     while position.step < stop:
-        batch = next(batches).to(job.world.device, engine.dtype)
+        batch = next(batches)
         waited = time.perf_counter() - before
-        if position.step == 0:
-            report.batch_picture(batch)
         lr = job.schedule.set(position.step)
         try:
+            batch = batch.to(job.world.device, engine.dtype)
+            if position.step == 0:
+                report.batch_picture(batch)
             shares = engine.step(batch)
+            advance(position, batch.total, job)
+            at_end = position.step == stop
+            logs = at_end or position.step == first + 1 or position.step % t.log_every_n_steps == 0
+            if logs or t.clip_grad_norm is not None:
+                engine.unscale(job.optimizer)
+                norm = engine.clip_grad_norm(t.clip_grad_norm)
+            engine.update(job.optimizer)
         except RuntimeError as e:
-            raise out_of_memory(e, job.plan, job.cfg) or e from e
-        advance(position, batch.total, job)
-        at_end = position.step == stop
-        logs = at_end or position.step == first + 1 or position.step % t.log_every_n_steps == 0
-        if logs or t.clip_grad_norm is not None:
-            engine.unscale(job.optimizer)
-            norm = engine.clip_grad_norm(t.clip_grad_norm)
-        engine.update(job.optimizer)
+            if (sentence := out_of_memory(e, job.plan, job.cfg)) is None:
+                raise
+            raise sentence from e
         if after_step is not None:
             after_step(engine.module, position)
         meter.add(shares, batch.total, waited)
@@ -117,19 +120,18 @@ def fit(job: Job) -> Outcome:
             report.bad_images(batch.bad)
         if profiler:
             profiler.step()
-        before = time.perf_counter()
         if logs:
             metrics = train_metrics(meter, norm, lr, job, position)
             report.train_line(metrics, position)
             outcome.final |= metrics
             meter = Meter()
+        paused = time.perf_counter()
         if at_end or due(position, t.val_every_n_steps, t.val_every_n_epochs):
             validate(job, validation, outcome, at_end)
         if at_end or due(position, c.every_n_steps, c.every_n_epochs):
             save(job, meter, outcome)
-        if at_end or not logs:
-            continue
-        meter.since = before = time.perf_counter()
+        before = time.perf_counter()
+        meter.since += before - paused
     if profiler:
         profiler.stop()
     return outcome
@@ -158,8 +160,7 @@ def advance(position: Position, total: int, job: Job) -> None:
     position.step += 1
     position.samples += total
     position.offset += total
-    room = len(job.data.train) - position.offset
-    if room < (job.plan.global_batch if job.cfg.data.drop_last else 1):
+    if not step_size(len(job.data.train), job.plan, position.offset, job.cfg.data.drop_last):
         position.epoch, position.offset = position.epoch + 1, 0
 
 

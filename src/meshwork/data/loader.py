@@ -110,8 +110,8 @@ class Samples:
     """A data set seen step by step: `samples[step]` is the rank's `Batch`.
 
     dataset: `dataset[index]` gives a pair (input or tuple of inputs, target) or a dict: what
-    `inputs` names in it (none: the first entry) are the model's inputs, the rest is the target (a single one
-    without its name). transform: applied to inputs that are PIL images; tensors pass as they are.
+    `inputs` names in it (none: the first entry) are the model's inputs, the rest is the target (a
+    single one without its name). transform: applied to inputs that are PIL images; tensors pass.
     train: Python, numpy and torch are seeded for each sample from (seed, epoch, index, draw), but
     where transform and dataset both say `draws = False`; `draw` counts stand-ins. on_bad_image:
     raise, or skip: in training the next good sample stands in, in evaluation the row weighs 0.

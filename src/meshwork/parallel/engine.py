@@ -76,7 +76,7 @@ class Engine:
         of the loss that the task names: device scalars whose sum over the job is the mean. Gradients are
         those of the mean loss over the whole step, averaged as the wrapper does it.
         """
-        divisor, batch = self._weigh(batch)
+        divisor = self._divisor(batch)
         micro_batches = batch.split(self.plan.micro)
         last, shares = len(micro_batches) - 1, None
         n_real = self.plan.real_micro(self.data_rank, batch.total)
@@ -100,16 +100,15 @@ class Engine:
             self._check_gradients()
         return shares
 
-    def _weigh(self, batch: Batch) -> tuple[Tensor | int, Batch]:
-        """The step's divisor, and the batch with the task's weights."""
+    def _divisor(self, batch: Batch) -> Tensor | int:
+        """What the sum of the losses is divided by: the weight of the whole step, over all data ranks."""
         if not hasattr(self.task, "weight"):
-            return batch.total, batch
-        weight = self.task.weight(batch).to(batch.weight.dtype) * batch.weight
-        total = weight.sum()
+            return batch.total
+        total = masked_sum(self.task.weight(batch), batch.weight, batch.uniform)
+        total = total.to(batch.weight.dtype)
         if self.plan.ranks > 1:
             dist.all_reduce(total)
-        total = torch.where(total > 0, total, 1)  # a step in which nothing counts changes nothing
-        return total, Batch(batch.inputs, batch.target, weight, batch.total, batch.bad, False)
+        return torch.where(total > 0, total, 1)  # a step in which nothing counts changes nothing
 
     def _loss(self, output: object, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         found = self.task.loss(output, batch)
@@ -184,7 +183,9 @@ def common_prefixes(some: Collection[str], names: Collection[str]) -> list[str]:
     for name in some:
         parts = name.split(".")
         prefixes = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
-        below = (p for p in prefixes if all(n in some for n in names if f"{n}.".startswith(f"{p}.")))
+        below = (
+            p for p in prefixes if all(n in some for n in names if f"{n}.".startswith(f"{p}."))
+        )
         found[next(below)] = None
     return list(found)
 
