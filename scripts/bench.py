@@ -221,6 +221,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 loss = torch.nn.functional.cross_entropy(model(torch.randn(64, 3, 32, 32)), torch.zeros(64).long())
 loss.backward()
 optimizer.step()
+print("step 1/1", flush=True)
 """
 
 
@@ -234,7 +235,7 @@ def bench_start() -> dict[str, float]:
         sides = {"bare": [sys.executable, "-c", BARE], "quick": one + quick, "default": one}
         for _ in range(ROUNDS):
             for name, command in sides.items():
-                found.setdefault(name, []).append(_to_first_step(command, name))
+                found.setdefault(name, []).append(_to_first_step(command))
     ratios = {n: statistics.median(v) / statistics.median(found["bare"]) for n, v in found.items()}
     print(
         f"start    logger=none data=synthetic {ratios['quick']:6.3f} of a bare script", flush=True
@@ -245,17 +246,16 @@ def bench_start() -> dict[str, float]:
     return ratios
 
 
-def _to_first_step(command: list[str], name: str) -> float:
-    """Seconds until the script is done, or the template prints its first step."""
-    began = time.perf_counter()
+def _to_first_step(command: list[str]) -> float:
+    """Seconds from the start of a process to the line of its first step."""
+    began, seconds = time.perf_counter(), None
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    seconds = 0.0
     for line in process.stdout:
-        if line.startswith("step 1/") and not seconds:
+        if line.startswith("step 1/") and seconds is None:
             seconds = time.perf_counter() - began
     error = process.stderr.read()
-    assert process.wait() == 0, error
-    return seconds or time.perf_counter() - began
+    assert process.wait() == 0 and seconds is not None, error
+    return seconds
 
 
 def main() -> None:

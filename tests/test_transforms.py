@@ -100,6 +100,7 @@ def test_random_crop_is_timms_own():
 def test_an_image_of_the_right_size_is_taken_as_it_is():
     image = picture(32, 32)
     expected = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+    assert eval_transform(IMAGENET, 32, 3)(image).is_contiguous()
     mean, std = (torch.tensor(IMAGENET[k]).reshape(3, 1, 1) for k in ("mean", "std"))
     torch.testing.assert_close(eval_transform(IMAGENET, 32, 3)(image), (expected - mean) / std)
 
@@ -129,18 +130,18 @@ def test_a_shift_moves_the_picture_by_whole_pixels_and_black_comes_in():
     assert where == {(y, x) for y in (1, 2, 3) for x in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("policy", ["nonsense", "rand-q7", "augmix-zz"])
+@pytest.mark.parametrize("policy", ["nonsense", "rand-q7"])
 def test_a_policy_that_timm_does_not_know_is_refused(policy):
     with pytest.raises(ConfigError, match=f"data.augment.auto_augment={policy}"):
         train_transform(augment(auto_augment=policy), IMAGENET, 32, 3)
 
 
 def test_jitter_that_timm_would_leave_out_is_refused():
-    with pytest.raises(ConfigError, match="color_jitter=0.4 has no effect beside"):
+    with pytest.raises(ConfigError, match=r"color_jitter=0\.4 has no effect beside"):
         train_transform(augment(auto_augment="rand-m9", color_jitter=0.4), IMAGENET, 32, 3)
 
 
-def test_images_for_a_model_of_other_channels_are_refused_and_its_tensors_pass():
+def test_images_are_refused_where_the_model_has_neither_one_channel_nor_three():
     transform = eval_transform(IMAGENET, 32, 4)
-    with pytest.raises(ConfigError, match="model.in_chans=4"):
+    with pytest.raises(ConfigError, match=r"model\.in_chans=4"):
         transform(picture())

@@ -26,10 +26,11 @@ def group_options(
     from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
     exempt = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+    given = {"weight_decay": weight_decay, "no_weight_decay_list": exempt}
     if layer_decay is None:
-        groups = param_groups_weight_decay(model, weight_decay, exempt)
+        groups = param_groups_weight_decay(model, **given)
     else:
-        groups = param_groups_layer_decay(model, weight_decay, exempt, layer_decay)
+        groups = param_groups_layer_decay(model, **given, layer_decay=layer_decay)
     names = {id(p): n for n, p in model.named_parameters()}
     return {
         names[id(p)]: (group["weight_decay"], group.get("lr_scale", 1.0))

@@ -64,6 +64,14 @@ def quoted(value: str, mark: str = "'") -> str:
     return mark + re.sub(rf"(\\*)({mark}|$)", escaped, value) + mark
 
 
+def as_typed(override: str) -> str:
+    """An override of a path as a person types it, without the quotes of Hydra's grammar."""
+    name, _, _ = override.partition("=")
+    parsed = _parse(override) if name in PATHS else None
+    value = parsed.value() if parsed is not None else None
+    return f"{name}={value}" if isinstance(value, str) else override
+
+
 def _refuse_secrets(name: str, value: str) -> None:
     """Before anything else, so that no other sentence shows a secret's value."""
     inside = re.findall(r"([\w-]+)['\"]?\s*:", value) if "{" in value else []

@@ -23,6 +23,7 @@ from meshwork.evaluate import Result
 from meshwork.logger import JsonlLogger, Loggers
 from meshwork.mesh import Layout
 from meshwork.optim import Horizon
+from meshwork.overrides import as_typed
 from meshwork.provenance import redact
 from meshwork.rundir import RunDir, write_json
 
@@ -237,7 +238,7 @@ class Report:
         if last is None:
             return commands
         again = ("mode", "run.dir", "run.id", "checkpoint.resume", "trainer.stop_at_step")
-        typed = [o for o in overrides if o.split("=")[0] not in again]
+        typed = [as_typed(o) for o in overrides if o.split("=")[0] not in again]
         start = launch_command(self.world)
         check = shlex.join([*typed, "mode=validate", f"checkpoint.resume={short(last)}"])
         if self.cfg.mode == "train" and found["state"] == "finished":

@@ -184,7 +184,7 @@ def _load(folder: Path, key: str, root: bytes) -> Table | None:
             return None
         files = {name: folder / f"{key}-{page['stamp']}-{name}.npy" for name in ARRAYS}
         arrays = {n: np.asarray(np.load(p, mmap_mode="r")) for n, p in files.items()}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, EOFError):
         return None
     classes = [os.fsencode(name) for name in page["classes"]]
     return Table(root, **arrays, classes=classes, left_out=page["left_out"], folders=folders)

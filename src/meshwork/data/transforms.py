@@ -134,7 +134,8 @@ class Normalize:
             image = image.convert(self.mode)
         pixels = np.array(image, dtype=np.uint8, ndmin=3)
         pixels = pixels if self.mode == "L" else pixels.transpose(2, 0, 1)
-        return torch.addcmul(self.shift, torch.from_numpy(pixels), self.factor)
+        image = torch.empty(pixels.shape)  # in this order, not in PIL's channels-last
+        return torch.addcmul(self.shift, torch.from_numpy(pixels), self.factor, out=image)
 
 
 def _channels(values: tuple[float, ...], n: int) -> tuple[float, ...]:

@@ -3,9 +3,12 @@
 import difflib
 import os
 import tempfile
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from meshwork.config import ConfigError
 
@@ -49,7 +52,9 @@ def timm_model(
         model = _pretrained(name, given, timeout_s)
     else:
         model = _create(name, given)
-    _check_classifier(model, name, num_classes)
+    _check_classifier(model, name)
+    if img_size is not None:
+        _check_output(model, name, (in_chans, img_size, img_size), num_classes)
     return model
 
 
@@ -82,18 +87,48 @@ def _pretrained(name: str, given: dict, timeout_s: float) -> nn.Module:
     except Timeout:
         reason = f"another process of this machine holds the download for over {timeout_s:.0f} s"
     except Exception as e:  # whatever the hub's client raises: it is never an untrained model
-        reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
+        reason = _reason(e)
     raise ConfigError(
         f"no pretrained weights for model.name={name} ({reason}). Looked into {cache} and the hub: "
         "give a local file with model.checkpoint_path=..., or set model.pretrained=false"
     )
 
 
-def _check_classifier(model: nn.Module, name: str, num_classes: int) -> None:
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+def _check_classifier(model: nn.Module, name: str) -> None:
     head = model.get_classifier() if hasattr(model, "get_classifier") else None
     heads = head if isinstance(head, (tuple, list)) else [head]
     if all(h is None or isinstance(h, nn.Identity) for h in heads):
         raise ConfigError(
             f"model.name={name} is an encoder without a classifier: choose another architecture, "
             "or wrap it in a module of your own (README: add a model)"
+        )
+
+
+@torch.no_grad()
+def _check_output(model: nn.Module, name: str, image: tuple[int, ...], num_classes: int) -> None:
+    """Images too small, or of a size that some layer cannot take, are answered before any rank starts."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    shadows = {n: t.to("meta") for n, t in tensors}  # shapes alone: milliseconds for any model
+    model.eval()
+    try:
+        try:
+            output = functional_call(model, shadows, (torch.empty(2, *image, device="meta"),))
+        except Exception:  # perhaps only of the meta device: the image decides
+            output = model(torch.zeros(2, *image))
+        shape = tuple(output.shape)
+    except Exception as e:
+        raise ConfigError(
+            f"model.name={name} cannot take images of {' x '.join(map(str, image))} "
+            f"({_reason(e)}): set another data.image_size, or choose another architecture"
+        ) from e
+    finally:
+        model.train()
+    if shape != (2, num_classes):
+        raise ConfigError(
+            f"model.name={name} gives outputs of shape {shape} for 2 images: expected (2, {num_classes}); "
+            "change model.args, or wrap it in a module of your own (README: add a model)"
         )
