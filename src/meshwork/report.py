@@ -66,11 +66,11 @@ class Report:
 
     def logging_row(self) -> tuple[str, str]:
         """The row of the start table that says where metrics go."""
-        names = [
+        others = [
             f"{type(logger).__name__.removesuffix('Logger')} {getattr(logger, 'mode', '')}".strip()
-            for logger in self.loggers.loggers
+            for logger in self.loggers.loggers[1:]
         ]
-        return "logging", ", ".join(names)
+        return "logging", ", ".join(["metrics.jsonl", *others])
 
     def begin(self, total: int, start: int) -> None:
         """Start the progress line of a run of `total` steps, `start` of them done."""
@@ -259,9 +259,11 @@ def short(path: Any) -> str:
 
 def launch_command(world: World) -> str:
     """How this job was started, as a person types it."""
+    script = shlex.quote(short(sys.argv[0]))
     if world.ranks.world_size == 1:
-        return "python train.py"
-    return f"torchrun --standalone --nproc-per-node={world.ranks.local_world_size or world.ranks.world_size} train.py"
+        return f"python {script}"
+    n = world.ranks.local_world_size
+    return f"torchrun --standalone --nproc-per-node={n} {script}"
 
 
 def ranks_row(world: World) -> str:
