@@ -52,7 +52,8 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
     from meshwork.mesh import Layout
     from meshwork.parallel.check import check
     from meshwork.parallel.engine import parallelize
-    from meshwork.report import Report, ranks_row, rows_of_plan
+    from meshwork.report import Report
+    from meshwork.table import ranks_row, rows_of_plan
     from meshwork.trainer import Job
 
     hydra_config = HydraConfig.get()
@@ -85,7 +86,9 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         engine = parallelize(model, task, cfg, layout, plan, world)
         optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
         schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
-        report.table([*rundir.rows(folder), ("ranks", ranks_row(world)), *rows, report.logging_row()])
+        report.table(
+            [*rundir.rows(folder), ("ranks", ranks_row(world)), *rows, report.logging_row()]
+        )
         job = Job(cfg, world, folder, engine, plan, horizon, data, optimizer, schedule, report)
         outcome = modes.MODES[cfg.mode](job)
         return report.result(outcome, overrides)

@@ -2,8 +2,8 @@
 
     make bench        (or: python scripts/bench.py [loop] [samples] [start])
 
-Everything is measured in one run, the two sides in turn, on one thread; only ratios are worth keeping.
-Losses of both loops are compared, so that both do the same work.
+Everything is measured in one run, the two sides in turn, on one thread; only ratios are worth
+keeping. Losses of both loops are compared, so that both do the same work.
 """
 
 import argparse
@@ -178,7 +178,8 @@ class Plain(torch.utils.data.Dataset):
 
 
 def bench_samples(name: str, *overrides: str) -> float:
-    """Median ratio of seconds a sample: order, seed, transform, collate against a plain DataLoader."""
+    """Median ratio of seconds a sample: order, seed, transform, collate against a plain
+    DataLoader."""
     cfg = configure("data.workers=0", *overrides)
     data = build.build_data(cfg)
     task = build.build_task(cfg, data)

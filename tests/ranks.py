@@ -1,7 +1,7 @@
 """Start ranks cheaply: processes forked from a server that has torch and timm loaded.
 
-`run_ranks` calls a function on every rank, `train` runs train.py's main. Both have a wall-clock limit,
-and reaching it is a failure of its own: Hang.
+`run_ranks` calls a function on every rank, `train` runs train.py's main. Both have a wall-clock
+limit, and reaching it is a failure of its own: Hang.
 """
 
 import json
@@ -93,7 +93,9 @@ def run_ranks(n: int, function: Callable, *args: Any, timeout_s: float = 60) -> 
     for rank in range(n):
         receive, send = _context.Pipe(duplex=False)
         env = rank_env(rank, n, port)
-        process = _context.Process(target=_call, args=(send, env, function, rank, args), daemon=True)
+        process = _context.Process(
+            target=_call, args=(send, env, function, rank, args), daemon=True
+        )
         process.start()
         send.close()
         pipes.append(receive)
@@ -151,7 +153,9 @@ def _wait(processes: list, timeout_s: float, told: Callable[[], str] = str) -> N
 
 def _clean_environment(env: dict[str, str]) -> None:
     for name in list(os.environ):
-        if name.startswith(("TORCHELASTIC", "SLURM_", "PMI_", "WANDB_")) or name in rank_env(0, 1, 0):
+        if name.startswith(("TORCHELASTIC", "SLURM_", "PMI_", "WANDB_")) or name in rank_env(
+            0, 1, 0
+        ):
             del os.environ[name]
     os.environ.update(env)
 

@@ -14,10 +14,10 @@ from meshwork.config import ConfigError
 class Batch:
     """Rows of one rank for one step, or one micro-batch of them.
 
-    inputs: what the model is called with, each [n, ...]. target: a tensor or a nested tuple or dict of
-    tensors, each [n, ...]. weight: float32 [n], what a row counts; 0 marks padding. total: number of
-    samples of the whole step over all ranks. bad: (path, reason) of images that could not be read.
-    uniform: every weight is 1, so that no masking is needed.
+    inputs: what the model is called with, each [n, ...]. target: a tensor or a nested tuple or dict
+    of tensors, each [n, ...]. weight: float32 [n], what a row counts; 0 marks padding. total:
+    number of samples of the whole step over all ranks. bad: (path, reason) of images that could not
+    be read. uniform: every weight is 1, so that no masking is needed.
     """
 
     inputs: tuple[Tensor, ...]
@@ -79,8 +79,8 @@ class BatchPlan:
     """How a global batch is dealt to data ranks and cut into micro-batches.
 
     global_batch: samples a step. ranks: data ranks. micro: rows a rank holds at once. n_micro:
-    micro-batches a rank runs each step. coupled: the model couples samples (BatchNorm), so micro-batches
-    are dealt whole and a rank with one less runs a dummy.
+    micro-batches a rank runs each step. coupled: the model couples samples (BatchNorm), so
+    micro-batches are dealt whole and a rank with one less runs a dummy.
     """
 
     global_batch: int
@@ -94,8 +94,10 @@ class BatchPlan:
         """Raises ConfigError, with the nearest sizes, where the numbers do not go together."""
         if global_batch < ranks:
             raise ConfigError(
-                f"trainer.global_batch_size={global_batch} gives {ranks} data ranks less than one sample each: "
-                f"set trainer.global_batch_size={ranks} or more, or start at most {global_batch} ranks"
+                f"trainer.global_batch_size={global_batch} gives {ranks} data ranks less than "
+                "one sample each: "
+                f"set trainer.global_batch_size={ranks} or more, or start at most {global_batch} "
+                "ranks"
             )
         share = -(-global_batch // ranks)
         if not coupled:
@@ -104,7 +106,8 @@ class BatchPlan:
         if micro is None and global_batch % ranks:
             near = ", ".join(str(n) for n in nearest_multiples(global_batch, ranks))
             raise ConfigError(
-                f"trainer.global_batch_size={global_batch} over {ranks} data ranks would need padding, which "
+                f"trainer.global_batch_size={global_batch} over {ranks} data ranks would need "
+                "padding, which "
                 f"BatchNorm would count: set trainer.global_batch_size to {near}, or set "
                 "trainer.micro_batch_size to a size that divides it"
             )
@@ -113,19 +116,22 @@ class BatchPlan:
             near = ", ".join(str(n) for n in nearest_multiples(global_batch, micro))
             raise ConfigError(
                 f"trainer.global_batch_size={global_batch} is no multiple of "
-                f"trainer.micro_batch_size={micro}, and a padded micro-batch would change BatchNorm's "
+                f"trainer.micro_batch_size={micro}, and a padded micro-batch would change "
+                "BatchNorm's "
                 f"statistics: set trainer.global_batch_size to {near}"
             )
         if global_batch // micro < ranks:
             raise ConfigError(
                 f"trainer.global_batch_size={global_batch} in micro-batches of {micro} gives "
                 f"{global_batch // micro} for {ranks} data ranks: set trainer.micro_batch_size to "
-                f"{max(1, global_batch // ranks)} or less, or trainer.global_batch_size={micro * ranks}"
+                f"{max(1, global_batch // ranks)} or less, or "
+                f"trainer.global_batch_size={micro * ranks}"
             )
         return cls(global_batch, ranks, micro, -(-(global_batch // micro) // ranks), True)
 
     def rows(self, rank: int, size: int | None = None) -> range:
-        """Rows of a step of `size` samples (null: a full one) that a data rank takes: contiguous."""
+        """Rows of a step of `size` samples (null: a full one) that a data rank takes:
+        contiguous."""
         size = self.global_batch if size is None else size
         unit = self.micro if self.coupled else 1
         share = (size // unit) * rank // self.ranks, (size // unit) * (rank + 1) // self.ranks
@@ -137,7 +143,8 @@ class BatchPlan:
         return self.micro * self.n_micro
 
     def real_micro(self, rank: int, size: int | None = None) -> int:
-        """Micro-batches of a step of `size` samples (null: a full one) that hold any of them on a rank.
+        """Micro-batches of a step of `size` samples (null: a full one) that hold any of them on a
+        rank.
 
         The others are dummies: they run, and nothing of them counts.
         """

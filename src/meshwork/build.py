@@ -20,8 +20,8 @@ ALLOWED = (__name__.split(".")[0], "timm", "torch.nn", "torch.optim", "torchvisi
 def resolve(target: str, key: str) -> Callable:
     """The callable that a dotted path names.
 
-    The object itself must come from an allowed package: a path through one (`timm.data.os.system`) does
-    not count. Raises ConfigError naming `key`.
+    The object itself must come from an allowed package: a path through one (`timm.data.os.system`)
+    does not count. Raises ConfigError naming `key`.
     """
     if not _allowed(target):
         raise ConfigError(_refusal(target, key))
@@ -49,7 +49,8 @@ def call(target: str, args: Mapping, offered: Mapping, key: str, *positional: An
     """Call a target with `args` from the config and those of `offered` that its signature names.
 
     A dict inside `args` that holds a `_target_` is built first. What is typed in `args` wins.
-    Raises ConfigError where an argument is unknown (with the nearest), missing or refused by the target.
+    Raises ConfigError where an argument is unknown (with the nearest), missing or refused by the
+    target.
     """
     function = resolve(target, f"{key}._target_")
     names = inspect.signature(function).parameters
@@ -100,7 +101,8 @@ def build_task(cfg: Config, data: Any) -> Any:
     if cfg.task.criterion is not None:
         if "_target_" not in cfg.task.criterion:
             raise ConfigError(
-                "task.criterion has no _target_: write task.criterion._target_=torch.nn.CrossEntropyLoss"
+                "task.criterion has no _target_: write "
+                "task.criterion._target_=torch.nn.CrossEntropyLoss"
             )
         args = {k: v for k, v in cfg.task.criterion.items() if k != "_target_"}
         unreduced = {"reduction": "none"}
@@ -146,7 +148,8 @@ def build_model(cfg: Config, data: Any) -> Any:
 
 
 def image_facts(model: Any) -> dict[str, Any]:
-    """mean, std, interpolation and crop_pct that a model was made for; ImageNet's where it says none."""
+    """mean, std, interpolation and crop_pct that a model was made for; ImageNet's where it says
+    none."""
     from timm.data import resolve_data_config
 
     known = getattr(model, "pretrained_cfg", None) or {}

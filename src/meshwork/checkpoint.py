@@ -1,6 +1,8 @@
-"""Checkpoints: tensors by the bare model's names through torch.distributed.checkpoint, the rest as JSON.
+"""Checkpoints: tensors by the bare model's names through torch.distributed.checkpoint, the rest as
+JSON.
 
-A checkpoint is a folder step_<n>: torch's files, and state.json, written last, which marks it complete.
+A checkpoint is a folder step_<n>: torch's files, and state.json, written last, which marks it
+complete.
 """
 
 import io
@@ -29,8 +31,8 @@ MARKER = "state.json"
 class Position:
     """Where a run stands.
 
-    step: finished updates. samples: seen so far, a running total. epoch, offset: the next sample of the
-    data's order.
+    step: finished updates. samples: seen so far, a running total. epoch, offset: the next sample of
+    the data's order.
     """
 
     step: int = 0
@@ -104,7 +106,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep: int, best: str | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the one named `best`; rank 0 alone calls it."""
+    """Remove all but the newest `keep` checkpoints and the one named `best`; rank 0 alone calls
+    it."""
     for old in complete(folder)[:-keep]:
         if old.name != best:
             shutil.rmtree(old, ignore_errors=True)
@@ -190,8 +193,8 @@ def load(
 ) -> tuple[Position, dict]:
     """Load a checkpoint into engine and optimizer; all ranks call it.
 
-    Returns the position and what stands beside it. Without an optimizer the weights alone are loaded.
-    Raises ConfigError listing names and shapes that do not match.
+    Returns the position and what stands beside it. Without an optimizer the weights alone are
+    loaded. Raises ConfigError listing names and shapes that do not match.
     """
     try:
         state = json.loads((path / MARKER).read_text())
@@ -246,7 +249,8 @@ def _optimizer_targets(entries: dict, engine: Engine, moments: dict) -> dict[str
 
 
 def _rng_targets(entries: dict, rank: int) -> dict[str, Tensor]:
-    """Random states of this rank, where the checkpoint has them (not after the ranks have changed)."""
+    """Random states of this rank, where the checkpoint has them (not after the ranks have
+    changed)."""
     return {
         k: torch.empty(v.size, dtype=torch.uint8)
         for k, v in entries.items()
@@ -276,6 +280,7 @@ def find(resume: str, folder: Path) -> Path | None:
     if found is None:
         state = "holds no complete checkpoint" if Path(resume).exists() else "does not exist"
         raise ConfigError(
-            f"checkpoint.resume={resume} {state}: expected a run folder, or a folder step_<n> with {MARKER}"
+            f"checkpoint.resume={resume} {state}: expected a run folder, or a folder step_<n> "
+            f"with {MARKER}"
         )
     return found

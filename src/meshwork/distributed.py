@@ -26,8 +26,9 @@ log = logging.getLogger("meshwork")
 def pick_device(wanted: str, ranks: Ranks) -> torch.device:
     """The device of this process.
 
-    The only visible one where exactly one is (Slurm's --gpus-per-task=1), else the local rank's. Raises
-    ConfigError where the machine lacks the kind asked for or has fewer devices than local ranks.
+    The only visible one where exactly one is (Slurm's --gpus-per-task=1), else the local rank's.
+    Raises ConfigError where the machine lacks the kind asked for or has fewer devices than local
+    ranks.
     """
     alone = ranks.world_size == 1
     if wanted == "auto":
@@ -35,7 +36,8 @@ def pick_device(wanted: str, ranks: Ranks) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if wanted == "mps" and not (alone and torch.backends.mps.is_available()):
         raise ConfigError(
-            f"runtime.device=mps with WORLD_SIZE={ranks.world_size}: expected an Apple GPU and one process; "
+            f"runtime.device=mps with WORLD_SIZE={ranks.world_size}: expected an Apple GPU and "
+            "one process; "
             "use runtime.device=cpu"
         )
     if wanted != "cuda":
@@ -63,8 +65,9 @@ class World:
     """The ranks of a job once they can talk.
 
     store: shared by all attempts of a job; attempt: the part of it that this attempt uses. control:
-    gloo group for decisions; saving: gloo group for checkpoints. All None in one process on its own.
-    run: the run folder once it is known. at_exit: called with the exit code when this rank leaves.
+    gloo group for decisions; saving: gloo group for checkpoints. All None in one process on its
+    own. run: the run folder once it is known. at_exit: called with the exit code when this rank
+    leaves.
     """
 
     ranks: Ranks
@@ -104,7 +107,8 @@ class World:
 
 
 def _connect(ranks: Ranks, timeout: timedelta) -> dist.Store:
-    """The store that torch's `env://` finds; the five variables are set from `ranks` (Slurm has none)."""
+    """The store that torch's `env://` finds; the five variables are set from `ranks` (Slurm has
+    none)."""
     address, port = ranks.master
     values = (ranks.rank, ranks.world_size, ranks.local_rank, address, port)
     os.environ.update({name: str(value) for name, value in zip(NAMES, values, strict=True)})
@@ -270,7 +274,8 @@ def _watch(world: World, done: threading.Event, poll_s: float = 1.0) -> None:
 
 
 def leave(code: int) -> None:
-    """End this process at once: after a failure, tearing down process groups may wait for the dead."""
+    """End this process at once: after a failure, tearing down process groups may wait for the
+    dead."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,8 +20,8 @@ WORST = 16
 class Result:
     """metrics: {"val/loss": ..., ...}. totals: summed tensors by name, float64 on the CPU.
 
-    worst: (loss, number, image [c, h, w], target, predicted class) of the samples with the largest loss,
-    on rank 0. bad: (path, reason) of images that could not be read.
+    worst: (loss, number, image [c, h, w], target, predicted class) of the samples with the largest
+    loss, on rank 0. bad: (path, reason) of images that could not be read.
     """
 
     metrics: dict[str, float]
@@ -31,7 +31,8 @@ class Result:
 
 
 def summarize(totals: dict[str, Tensor]) -> dict[str, float]:
-    """From sums to what is logged: means over the samples; tensors of more than one value are left."""
+    """From sums to what is logged: means over the samples; tensors of more than one value are
+    left."""
     found = {k: v / totals["count"] for k, v in totals.items() if v.ndim == 0 and k != "count"}
     found["loss"] = totals["loss"] / totals["weight"]
     found.pop("weight")
@@ -48,7 +49,8 @@ def evaluate(
 ) -> Result:
     """Loss and metrics of the task over an evaluation set.
 
-    batches: this rank's, as many on every rank. A rank's sums are float64; one reduction at the end.
+    batches: this rank's, as many on every rank. A rank's sums are float64; one reduction at the
+    end.
     """
     task = engine.task
     totals: dict[str, Tensor] = {}

@@ -24,5 +24,6 @@ def out_of_memory(error: RuntimeError, plan: BatchPlan, cfg: Config) -> ConfigEr
     same = "BatchNorm then sees fewer samples" if plan.coupled else "the results stay the same"
     return ConfigError(
         f"out of memory on {where} with micro-batches of {plan.micro}: type "
-        f"trainer.micro_batch_size={smaller} ({same}; trainer.global_batch_size stays {plan.global_batch})"
+        f"trainer.micro_batch_size={smaller} ({same}; trainer.global_batch_size stays "
+        f"{plan.global_batch})"
     )

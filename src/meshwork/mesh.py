@@ -9,7 +9,8 @@ AXES = ("dp_replicate", "dp_shard", "tp", "pp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism. Ranks are numbered with tp fastest, then dp_shard, dp_replicate, pp."""
+    """Degrees of parallelism. Ranks are numbered with tp fastest, then dp_shard, dp_replicate,
+    pp."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -18,7 +19,8 @@ class Layout:
 
     @classmethod
     def resolve(cls, asked: Parallel, world_size: int) -> "Layout":
-        """Fill the degree that is -1; raises ConfigError where the product is not the world size."""
+        """Fill the degree that is -1; raises ConfigError where the product is not the world
+        size."""
         degrees = {axis: getattr(asked, axis) for axis in AXES}
         shown = " x ".join(f"{axis}={n}" for axis, n in degrees.items())
         fill = [axis for axis, n in degrees.items() if n == -1]

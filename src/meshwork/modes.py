@@ -13,7 +13,8 @@ def _weights(job: Job) -> Outcome:
     given = outcome.checkpoint or job.cfg.model.checkpoint_path or job.cfg.model.pretrained
     if not given:
         job.report.note(
-            "these weights are untrained: give checkpoint.resume=RUN_OR_CHECKPOINT or model.checkpoint_path"
+            "these weights are untrained: give checkpoint.resume=RUN_OR_CHECKPOINT or "
+            "model.checkpoint_path"
         )
     return outcome
 

@@ -99,8 +99,8 @@ class Schedule:
     """Sets the learning rate before each step: the group's own rate times warm-up times a factor.
 
     The factor is what `scheduler._target_` returns for those of `progress` (0 to 1, after warm-up),
-    `epoch` (fractional), `step` and `milestones` that it names: a pure function of the step, so there
-    is nothing to save.
+    `epoch` (fractional), `step` and `milestones` that it names: a pure function of the step, so
+    there is nothing to save.
     """
 
     def __init__(self, cfg: config.Scheduler, optimizer: torch.optim.Optimizer, horizon: Horizon):
@@ -139,8 +139,8 @@ def check(
 ) -> tuple[Horizon, dict[str, tuple[float, float]]]:
     """Horizon and group options of a run.
 
-    Raises ConfigError for what optimizer or schedule would refuse later, and for a warm-up that is not
-    shorter than the training.
+    Raises ConfigError for what optimizer or schedule would refuse later, and for a warm-up that is
+    not shorter than the training.
     """
     trains = data.train is not None
     horizon = Horizon.of(cfg, len(data.train) if trains else plan.global_batch, plan)

@@ -23,10 +23,11 @@ def predict(
     world: World,
     folder: Path,
 ) -> int:
-    """Write folder/predictions.csv: path, label, and the probability of each class; returns its lines.
+    """Write folder/predictions.csv: path, label, and the probability of each class; returns its
+    lines.
 
-    batches, steps: this rank's, in the same order. path: of the file, or the sample's index where the
-    data set has none. Each rank writes its part, rank 0 joins them in the order of the samples.
+    batches, steps: this rank's, in the same order. path: of the file, or the sample's index where
+    the data set has none. Each rank writes its part, rank 0 joins them in the order of the samples.
     """
     part = folder / f".predictions.rank{world.ranks.rank}"
     engine.train(False)

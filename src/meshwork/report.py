@@ -1,4 +1,5 @@
-"""What rank 0 tells of a run: the start table, lines, pictures, result and the commands to type next.
+"""What rank 0 tells of a run: the start table, lines, pictures, result and the commands to type
+next.
 
 Every rank holds a Report; on all but rank 0 it is silent.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwork.batch import Batch, BatchPlan
+from meshwork.batch import Batch
 from meshwork.build import image_facts
 from meshwork.checkpoint import Position
 from meshwork.config import Config, ConfigError
@@ -21,8 +22,6 @@ from meshwork.console import Progress, start_table
 from meshwork.distributed import World
 from meshwork.evaluate import Result
 from meshwork.logger import JsonlLogger, Loggers
-from meshwork.mesh import Layout
-from meshwork.optim import Horizon
 from meshwork.overrides import as_typed
 from meshwork.provenance import redact
 from meshwork.rundir import RunDir, write_json
@@ -33,8 +32,8 @@ log = logging.getLogger("meshwork")
 class Report:
     """Lines, pictures and files of one run.
 
-    data: as build_data returned it. model: for the mean and std of its inputs. objective: metric and
-    mode (max or min) that best means.
+    data: as build_data returned it. model: for the mean and std of its inputs. objective: metric
+    and mode (max or min) that best means.
     """
 
     def __init__(
@@ -143,7 +142,8 @@ class Report:
         self._picture("batch", grid, 0)
 
     def bad_images(self, bad: list | tuple) -> None:
-        """Say and count images that could not be read. Raises ConfigError above data.max_bad_images."""
+        """Say and count images that could not be read. Raises ConfigError above
+        data.max_bad_images."""
         for path, reason in bad:
             self.n_bad += 1
             log.warning("rank %d skips %s (%s)", self.world.ranks.rank, path, reason)
@@ -157,7 +157,8 @@ class Report:
             raise ConfigError(
                 f"{self.n_bad} images could not be read, more than data.max_bad_images="
                 f"{self.cfg.data.max_bad_images}; the last is {bad[-1][0]} ({bad[-1][1]}): "
-                "look at logs/bad_images*, mend the data (python scripts/scan.py ROOT), or raise the limit"
+                "look at logs/bad_images*, mend the data (python scripts/scan.py ROOT), or raise "
+                "the limit"
             )
 
     def saved(self, path: Path, position: Position) -> None:
@@ -264,78 +265,3 @@ def launch_command(world: World) -> str:
         return f"python {script}"
     n = world.ranks.local_world_size
     return f"torchrun --standalone --nproc-per-node={n} {script}"
-
-
-def ranks_row(world: World) -> str:
-    """Where the ranks come from, how many, on what."""
-    ranks, nodes = world.ranks, len(set(world.hosts)) or 1
-    device = world.device.type
-    backend = (
-        "no process group" if world.control is None else "nccl" if device == "cuda" else "gloo"
-    )
-    count = (
-        f"{ranks.world_size} from {ranks.source}" if ranks.world_size > 1 else f"1, {ranks.source}"
-    )
-    text = f"{count}; {nodes} node{'s' * (nodes > 1)}, {device}, {backend}"
-    more = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if ranks.master is None and more > 1:
-        text += f"\nthis machine has {more} GPUs: torchrun --standalone --nproc-per-node={more} train.py"
-    return text
-
-
-def rows_of_plan(
-    cfg: Config, layout: Layout, plan: BatchPlan, model: Any, data: Any, horizon: Horizon | None
-) -> list[tuple[str, str]]:
-    """Rows of the start table that are known before any rank starts."""
-    parameters = list(model.parameters())
-    n = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    frozen = f", {trained:,} trained" if trained != n else ""
-    rows = [
-        ("layout", f"{layout}; {n:,} parameters{frozen}, {size / 2**20:.1f} MiB a rank"),
-        ("model", f"{cfg.model.name} ({type(model).__name__}), {cfg.trainer.precision}"),
-        ("data", _data_row(cfg, plan, data)),
-    ]
-    if horizon is None:
-        return rows
-    kind = cfg.optimizer.name or cfg.optimizer._target_.rsplit(".", 1)[-1]
-    schedule = cfg.scheduler._target_.rsplit(".", 1)[-1]
-    length = f"{horizon.steps:,} steps, {horizon.epoch_steps:,} an epoch"
-    rows.append(("batch", _batch_row(cfg, plan)))
-    return [*rows, ("schedule", f"{length}; {kind}, lr {cfg.optimizer.lr:g}, {schedule}")]
-
-
-def _batch_row(cfg: Config, plan: BatchPlan) -> str:
-    text = f"{plan.global_batch} = {plan.ranks} ranks x {plan.n_micro} micro-batches x {plan.micro}"
-    extra = plan.padded * plan.ranks - plan.global_batch
-    if plan.coupled:
-        tied = cfg.trainer.micro_batch_size is None and plan.ranks > 1
-        text += f"\nBatchNorm over {plan.micro} samples"
-        text += (
-            f" (tied to {plan.ranks} ranks): trainer.micro_batch_size={plan.micro} repeats it elsewhere"
-            * tied
-        )
-    elif extra:
-        text += f"\npadded: {extra} more rows a step are run and masked"
-    return text
-
-
-def _data_row(cfg: Config, plan: BatchPlan, data: Any) -> str:
-    sets = {name: getattr(data, name, None) for name in ("train", "val", "test", "predict")}
-    text = ", ".join(f"{name} {len(s):,}" for name, s in sets.items() if s is not None)
-    text += (
-        f"; {len(data.classes)} classes, {data.in_chans} x {data.image_size} x {data.image_size}"
-    )
-    left = (
-        len(data.train) % plan.global_batch if data.train is not None and cfg.data.drop_last else 0
-    )
-    if left:
-        text += (
-            f"\n{left} samples that do not fill a batch are left out each epoch, others each time"
-        )
-    for name, s in sets.items():
-        found = {k: v for k, v in getattr(s, "left_out", {}).items() if v}
-        if found:
-            text += f"\n{name}: left out " + ", ".join(f"{v:,} {k}" for k, v in found.items())
-    return text

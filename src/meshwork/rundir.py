@@ -24,7 +24,8 @@ ENV_RUN_ID = "MESHWORK_RUN_ID"
 class RunDir:
     """The folder of a run, the same on every rank.
 
-    id: of the run, also in W&B. attempt: 1 for a fresh folder, one more each time the run is entered.
+    id: of the run, also in W&B. attempt: 1 for a fresh folder, one more each time the run is
+    entered.
     """
 
     path: Path
@@ -163,7 +164,8 @@ def _next_free(root: Path, run_id: str) -> tuple[str, Path | None]:
 
 
 def _prove_shared(run: RunDir, world: World) -> None:
-    """Every rank must find rank 0's token: a folder on a disk of one node would lose the others' work."""
+    """Every rank must find rank 0's token: a folder on a disk of one node would lose the others'
+    work."""
     token = world.from_main(secrets.token_hex(8) if world.is_main else None)
     file = run.path / f".token-{token}"
     if world.is_main:
@@ -175,7 +177,8 @@ def _prove_shared(run: RunDir, world: World) -> None:
         file.unlink()
     if blind:
         raise ConfigError(
-            f"run folder {run.path} is not shared: {blind[0]}; set run.dir or run.root to a shared path"
+            f"run folder {run.path} is not shared: {blind[0]}; set run.dir or run.root to a "
+            "shared path"
         )
 
 

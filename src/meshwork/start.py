@@ -1,4 +1,5 @@
-"""Before a run: the command line checked as a whole, and errors turned into sentences and exit codes."""
+"""Before a run: the command line checked as a whole, and errors turned into sentences and exit
+codes."""
 
 import secrets
 import shlex
@@ -39,8 +40,8 @@ class Outcome:
 def sentences(ranks: Ranks | None) -> Iterator[Outcome]:
     """Turn what goes wrong inside into sentences, once a job, and an exit code.
 
-    Rank 0 speaks for what every rank finds; the others wait a while before they leave, else torchrun
-    ends rank 0 in mid-sentence.
+    Rank 0 speaks for what every rank finds; the others wait a while before they leave, else
+    torchrun ends rank 0 in mid-sentence.
     """
     outcome = Outcome(ranks)
     try:

@@ -41,8 +41,8 @@ class Job:
 
 @dataclass
 class Outcome:
-    """Where a run stands. final: last metrics of each name; best: those of the best validation, with
-    its step; checkpoint: the newest."""
+    """Where a run stands. final: last metrics of each name; best: those of the best validation,
+    with its step; checkpoint: the newest."""
 
     position: Position = field(default_factory=Position)
     final: dict[str, float] = field(default_factory=dict)
@@ -76,8 +76,8 @@ class Meter:
 def fit(job: Job) -> Outcome:
     """Train from where the run stands to its horizon, or to trainer.stop_at_step.
 
-    All ranks call it. Raises FloatingPointError where the loss is not finite, ConfigError with the next
-    smaller micro-batch where memory runs out.
+    All ranks call it. Raises FloatingPointError where the loss is not finite, ConfigError with the
+    next smaller micro-batch where memory runs out.
     """
     t, c, engine, report = job.cfg.trainer, job.cfg.checkpoint, job.engine, job.report
     outcome = resume(job, with_optimizer=True)
@@ -199,7 +199,8 @@ def not_finite(job: Job, position: Position) -> FloatingPointError:
 
 
 def evaluation_set(job: Job, dataset: Any) -> Any:
-    """A loader over each sample of a data set once, over all ranks; None where there is no data set."""
+    """A loader over each sample of a data set once, over all ranks; None where there is no data
+    set."""
     if dataset is None:
         return None
     cfg = job.cfg

@@ -26,9 +26,10 @@ def timm_model(
 ) -> nn.Module:
     """timm's `create_model` with sentences for errors.
 
-    img_size reaches only architectures that fix it. Pretrained weights come from the hub through one
-    process of a node at a time; the others find them in the cache. Raises ConfigError for an unknown
-    name, an encoder without a classifier, arguments that do not fit and weights that cannot be had.
+    img_size reaches only architectures that fix it. Pretrained weights come from the hub through
+    one process of a node at a time; the others find them in the cache. Raises ConfigError for an
+    unknown name, an encoder without a classifier, arguments that do not fit and weights that cannot
+    be had.
     """
     import timm
 
@@ -110,7 +111,8 @@ def _check_classifier(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def _check_output(model: nn.Module, name: str, image: tuple[int, ...], num_classes: int) -> None:
-    """Images too small, or of a size that some layer cannot take, are answered before any rank starts."""
+    """Images too small, or of a size that some layer cannot take, are answered before any rank
+    starts."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     shadows = {n: t.to("meta") for n, t in tensors}  # shapes alone: milliseconds for any model
     model.eval()
@@ -129,6 +131,7 @@ def _check_output(model: nn.Module, name: str, image: tuple[int, ...], num_class
         model.train()
     if shape != (2, num_classes):
         raise ConfigError(
-            f"model.name={name} gives outputs of shape {shape} for 2 images: expected (2, {num_classes}); "
+            f"model.name={name} gives outputs of shape {shape} for 2 images: expected (2, "
+            f"{num_classes}); "
             "change model.args, or wrap it in a module of your own (README: add a model)"
         )

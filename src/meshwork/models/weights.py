@@ -66,8 +66,10 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
     foreign = [k for k in left if not k.startswith(tuple(f"{h}." for h in heads) or ("\0",))]
     if foreign:
         raise ConfigError(
-            f"model.checkpoint_path={path} lacks {len(foreign)} of {len(own)} tensors of this model, or "
-            f"holds them in another shape: {', '.join(foreign[:5])}: choose the model they come from"
+            f"model.checkpoint_path={path} lacks {len(foreign)} of {len(own)} tensors of this "
+            "model, or "
+            f"holds them in another shape: {', '.join(foreign[:5])}: choose the model they come "
+            "from"
         )
     model.load_state_dict(matching, strict=False)
     return left
@@ -76,8 +78,8 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
 def freeze(model: nn.Module, patterns: list[str]) -> None:
     """Switch off the gradient of parameters whose names match.
 
-    patterns, in order: `head` or `head.*` freezes, `!head.*` takes back; a module's name stands for all
-    below it. Raises ConfigError where a pattern matches nothing or nothing is left to train.
+    patterns, in order: `head` or `head.*` freezes, `!head.*` takes back; a module's name stands for
+    all below it. Raises ConfigError where a pattern matches nothing or nothing is left to train.
     """
     names = [n for n, _ in model.named_parameters()]
     frozen: set[str] = set()
@@ -93,7 +95,8 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
             raise ConfigError(f"model.freeze: {pattern} matches no parameter; the model has {tops}")
     if names and len(frozen) == len(names):
         raise ConfigError(
-            f"model.freeze={patterns} leaves nothing to train: take the classifier back, for example "
+            f"model.freeze={patterns} leaves nothing to train: take the classifier back, for "
+            "example "
             "model.freeze=['*','!head*']"
         )
     for name, parameter in model.named_parameters():

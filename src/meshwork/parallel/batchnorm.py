@@ -7,7 +7,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Layers whose training output mixes the samples of a batch, or that keep statistics of batches.
+    """Layers whose training output mixes the samples of a batch, or that keep statistics of
+    batches.
 
     BatchNorm, and what keeps a running variance without being one (timm's EvoNorm B0).
     """
@@ -37,9 +38,10 @@ def couples_samples(model: nn.Module) -> bool:
 class RunningStatistics:
     """Commits the mean over a step's micro-batches once per optimizer step.
 
-    Each micro-batch updates from the statistics of the step's start, by the module's own momentum; the
-    results are averaged. Since the update is linear this is the update by the mean statistics. Forward
-    hooks do it, so that any order of micro-batches is right. `skip` marks a dummy micro-batch.
+    Each micro-batch updates from the statistics of the step's start, by the module's own momentum;
+    the results are averaged. Since the update is linear this is the update by the mean statistics.
+    Forward hooks do it, so that any order of micro-batches is right. `skip` marks a dummy
+    micro-batch.
     """
 
     def __init__(self, model: nn.Module):
@@ -73,8 +75,8 @@ class RunningStatistics:
     def commit(self, share: float) -> None:
         """Once per optimizer step: put this rank's part of the mean in place.
 
-        share: micro-batches that counted here, over the mean of the data ranks: so weighted, the plain
-        average over the ranks is the mean over all micro-batches.
+        share: micro-batches that counted here, over the mean of the data ranks: so weighted, the
+        plain average over the ranks is the mean over all micro-batches.
         """
         for norm, start in self._start.items():
             kept = [b for b in start if b.is_floating_point()]
@@ -85,7 +87,8 @@ class RunningStatistics:
 
 
 def _averaged(norm: nn.Module) -> list[Tensor]:
-    """Running statistics; the count of batches beside them is a whole number and goes up by itself."""
+    """Running statistics; the count of batches beside them is a whole number and goes up by
+    itself."""
     return [b for b in norm.buffers(recurse=False) if b.is_floating_point()]
 
 

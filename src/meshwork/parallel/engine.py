@@ -26,8 +26,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Engine:
     """A model on its ranks.
 
-    module: the bare model, on the device. parts: the modules this rank holds. counts: true on exactly
-    one rank for each sample. data_rank: data-parallel coordinate of this rank.
+    module: the bare model, on the device. parts: the modules this rank holds. counts: true on
+    exactly one rank for each sample. data_rank: data-parallel coordinate of this rank.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class Engine:
     def step(self, batch: Batch) -> dict[str, Tensor]:
         """Forward and backward over the micro-batches of one optimizer step.
 
-        batch: this rank's rows, on the device. Returns this rank's part of the mean loss, and of each part
-        of the loss that the task names: device scalars whose sum over the job is the mean. Gradients are
-        those of the mean loss over the whole step, averaged as the wrapper does it.
+        batch: this rank's rows, on the device. Returns this rank's part of the mean loss, and of
+        each part of the loss that the task names: device scalars whose sum over the job is the
+        mean. Gradients are those of the mean loss over the whole step, averaged as the wrapper does
+        it.
         """
         divisor = self._divisor(batch)
         micro_batches = batch.split(self.plan.micro)
@@ -101,7 +102,8 @@ class Engine:
         return shares
 
     def _divisor(self, batch: Batch) -> Tensor | int:
-        """What the sum of the losses is divided by: the weight of the whole step, over all data ranks."""
+        """What the sum of the losses is divided by: the weight of the whole step, over all data
+        ranks."""
         if not hasattr(self.task, "weight"):
             return batch.total
         total = masked_sum(self.task.weight(batch), batch.weight, batch.uniform)
@@ -115,28 +117,32 @@ class Engine:
         loss, parts = found if isinstance(found, tuple) else (found, {})
         if loss.shape != batch.weight.shape:
             raise ConfigError(
-                f"{type(self.task).__name__}.loss returned shape {tuple(loss.shape)} for {len(batch)} "
+                f"{type(self.task).__name__}.loss returned shape {tuple(loss.shape)} for "
+                f"{len(batch)} "
                 f"samples: expected one value a sample, [{len(batch)}] (reduction='none')"
             )
         return loss, parts
 
     def _check_gradients(self) -> None:
-        """After the first backward: DistributedDataParallel waits for parameters that got no gradient."""
+        """After the first backward: DistributedDataParallel waits for parameters that got no
+        gradient."""
         self._grads_checked = True
         trained = {n: p for n, p in self.named_parameters() if p.requires_grad}
         unused = [n for n, p in trained.items() if p.grad is None]
         if unused and isinstance(self.wrapped, DistributedDataParallel):
             raise ConfigError(
-                f"{len(unused)} parameters got no gradient ({', '.join(unused[:5])}): use them in the "
-                f"loss, freeze them (model.freeze=[{','.join(common_prefixes(unused, trained))}]), or "
+                f"{len(unused)} parameters got no gradient ({', '.join(unused[:5])}): use them "
+                "in the "
+                "loss, freeze them "
+                f"(model.freeze=[{','.join(common_prefixes(unused, trained))}]), or "
                 "set parallel.find_unused_parameters=true where that differs from step to step"
             )
 
     def clip_grad_norm(self, largest: float | None) -> Tensor:
         """Norm of the whole model's gradient before clipping, the same on all ranks.
 
-        largest: scale gradients down to this norm; None leaves them. A norm that is not finite scales to
-        nan, on all ranks alike.
+        largest: scale gradients down to this norm; None leaves them. A norm that is not finite
+        scales to nan, on all ranks alike.
         """
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
