@@ -53,7 +53,7 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
     from meshwork.parallel.check import check
     from meshwork.parallel.engine import parallelize
     from meshwork.report import Report
-    from meshwork.table import ranks_row, rows_of_plan
+    from meshwork.overview import ranks_row, rows_of_plan
     from meshwork.trainer import Job
 
     hydra_config = HydraConfig.get()

@@ -102,7 +102,7 @@ def by_hand(model: nn.Module, source: DataLoader, cfg: config.Config, folder: Pa
     steps = cfg.trainer.max_steps
     data = Splits(train=range(10**9))
     plan = check(cfg, model, Layout(), torch.device("cpu"))
-    horizon, options = optim.check(cfg, model, data, plan)
+    _, options = optim.check(cfg, model, data, plan)
     optimizer = optim.build_optimizer(cfg.optimizer, model.named_parameters(), options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: optim.cosine(s / steps))
     losses, gathered, since = [], 0.0, 0
