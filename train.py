@@ -50,10 +50,10 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
     from meshwork import build, distributed, modes, optim, rundir
     from meshwork.console import start_table
     from meshwork.mesh import Layout
+    from meshwork.overview import ranks_row, rows_of_plan
     from meshwork.parallel.check import check
     from meshwork.parallel.engine import parallelize
     from meshwork.report import Report
-    from meshwork.overview import ranks_row, rows_of_plan
     from meshwork.trainer import Job
 
     hydra_config = HydraConfig.get()

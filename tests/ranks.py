@@ -93,18 +93,23 @@ def run_ranks(n: int, function: Callable, *args: Any, timeout_s: float = 60) -> 
     for rank in range(n):
         receive, send = _context.Pipe(duplex=False)
         env = rank_env(rank, n, port)
-        process = _context.Process(
-            target=_call, args=(send, env, function, rank, args), daemon=True
-        )
+        process = _context.Process(target=_call, args=(send, env, function, rank, args))
         process.start()
         send.close()
         pipes.append(receive)
         processes.append(process)
     _wait(processes, timeout_s)
-    results = [pipe.recv() if pipe.poll() else (False, "no result") for pipe in pipes]
+    results = [_received(pipe) for pipe in pipes]
     failed = [f"rank {r}:\n{text}" for r, (good, text) in enumerate(results) if not good]
     assert not failed, "\n".join(failed)
     return [value for _, value in results]
+
+
+def _received(pipe: Any) -> tuple[bool, Any]:
+    try:
+        return pipe.recv() if pipe.poll() else (False, "no result")
+    except EOFError:  # left by os._exit, as ranks do after a failure: its report is on stderr
+        return False, "ended without a result"
 
 
 def train(
@@ -126,7 +131,7 @@ def train(
         own = {**(rank_env(rank, n, port) if n > 1 else {}), **(env or {})}
         out = [Path(cwd) / f".{port}.rank{rank}.{kind}" for kind in ("out", "err")]
         given = (list(overrides), str(cwd), own, [str(p) for p in out], before, rank)
-        process = _context.Process(target=_train, args=given, daemon=False)
+        process = _context.Process(target=_train, args=given)
         process.start()
         processes.append(process)
         files.append(out)
@@ -158,6 +163,8 @@ def _clean_environment(env: dict[str, str]) -> None:
         ):
             del os.environ[name]
     os.environ.update(env)
+    # As in a process that a person starts; a forkserver of its own would take seconds a loader.
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def _call(pipe: Any, env: dict, function: Callable, rank: int, args: tuple) -> None:

@@ -28,7 +28,8 @@ def resolve(target: str, key: str) -> Callable:
     try:
         found = get_object(target)
     except Exception as e:
-        raise ConfigError(f"{key}={target} is not to be found: {str(e).splitlines()[0]}") from e
+        reason = " ".join(str(e).splitlines()[1:]) or e
+        raise ConfigError(f"{key}={target} is not to be found: {reason}") from e
     if not callable(found) or not _allowed(f"{getattr(found, '__module__', '')}."):
         raise ConfigError(_refusal(target, key))
     return found
@@ -137,10 +138,11 @@ def build_model(cfg: Config, data: Any) -> Any:
     offered = {k: v for k, v in vars(m).items() if k not in ("_target_", "args", "freeze")}
     offered |= {k: getattr(m, k) or found for k, found in facts.items()}
     offered["timeout_s"] = cfg.runtime.timeout_s
+    offered["pretrained"] = m.pretrained and m.checkpoint_path is None  # a file needs no hub
     torch.manual_seed(cfg.seed)
     model = call(m._target_, m.args, offered, "model")
     if m.checkpoint_path is not None:
-        load_weights(model, m.checkpoint_path)
+        model.loaded = load_weights(model, m.checkpoint_path)  # for the start table
     freeze(model, m.freeze)
     if cfg.trainer.precision == "fp64":
         model = model.double()

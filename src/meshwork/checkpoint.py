@@ -5,19 +5,15 @@ A checkpoint is a folder step_<n>: torch's files, and state.json, written last, 
 complete.
 """
 
-import io
 import json
-import pickle
 import shutil
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from meshwork.config import ConfigError
 from meshwork.data.order import VERSION
@@ -25,6 +21,9 @@ from meshwork.distributed import World
 from meshwork.parallel.engine import Engine
 
 MARKER = "state.json"
+# Plain numbers of an optimizer are saved as tensors; a suffix says what they were: step:int.
+NUMBERS = {"bool": bool, "int": int, "float": float}
+GROUP = "group/"  # in front of what an optimizer counts by group and not by parameter
 
 
 @dataclass
@@ -44,12 +43,37 @@ class Position:
 def _tensors(engine: Engine, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
     """Everything of this rank to be saved, by flat name."""
     found = {f"model.{k}": v for k, v in engine.module.state_dict().items() if torch.is_tensor(v)}
-    for name, parameter in engine.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+    for name, values in _optimizer_values(engine, optimizer).items():
+        for key, value in values.items():
+            kind = "" if torch.is_tensor(value) else f":{type(value).__name__}"
+            found[f"optimizer.{name}.{key}{kind}"] = _as_tensor(value)
     found[f"rng.{rank}.cpu"] = torch.get_rng_state()
     if engine.world.device.type == "cuda":
         found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(engine.world.device)
+    return found
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64 if type(value) is float else None)
+
+
+def _optimizer_values(
+    engine: Engine, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """Tensors and numbers of the optimizer's state, by parameter and by their own name.
+
+    What groups count (timm's Lamb and Adan: the step) stands with each of their parameters.
+    """
+    found = {}
+    known = {"params", "param_names", *optimizer.defaults}
+    names = {p: n for n, p in engine.named_parameters()}
+    for group in optimizer.param_groups:
+        counts = {f"{GROUP}{k}": v for k, v in group.items() if k not in known}
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter, {}) | counts
+            found[names[parameter]] = {
+                k: v for k, v in values.items() if torch.is_tensor(v) or type(v) in NUMBERS.values()
+            }
     return found
 
 
@@ -65,6 +89,8 @@ def save(
 
     Written to a temporary folder, renamed when every rank has written and the marker stands.
     """
+    import torch.distributed.checkpoint as dcp  # half a second that the first step need not wait
+
     final = folder / f"step_{position.step}"
     partial = folder / f".step_{position.step}.partial"
     if world.is_main:
@@ -77,13 +103,14 @@ def save(
         warnings.simplefilter("ignore")  # one process saves without a process group on purpose
         dcp.save(
             tensors,
-            storage_writer=FileSystemWriter(partial),
+            storage_writer=dcp.FileSystemWriter(partial),
             process_group=world.saving,
             no_dist=world.saving is None,
         )
     if world.is_main:
         scaler = engine.scaler.state_dict() if engine.scaler is not None else None
         state = {**asdict(position), **facts, "order_version": VERSION, "scaler": scaler}
+        state["optimizer"] = type(optimizer).__name__
         (partial / MARKER).write_text(json.dumps(state, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -115,76 +142,13 @@ def prune(folder: Path, keep: int, best: str | None) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "collections": ("OrderedDict",),
-}
-
-
-class _OnlyMetadata(pickle.Unpickler):
-    """Reads torch's checkpoint metadata and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> object:
-        known = name in METADATA_CLASSES.get(module, ())
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
-
-
-class TensorReader(FileSystemReader):
-    """Torch's reader, restricted: a checkpoint from a stranger cannot run code.
-
-    Raises ConfigError naming the file where the metadata holds anything but tensors.
-    """
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        file = Path(self.path) / ".metadata"
-        try:
-            found = _OnlyMetadata(io.BytesIO(file.read_bytes())).load()
-        except FileNotFoundError as e:
-            raise ConfigError(f"{self.path} is no checkpoint: {file} is missing") from e
-        except Exception as e:
-            raise ConfigError(f"{file} is refused: it is no metadata of tensors alone ({e})") from e
-        entries = getattr(found, "state_dict_metadata", None)
-        if not isinstance(found, Metadata) or not isinstance(entries, dict):
-            raise ConfigError(f"{file} is refused: it holds no metadata of tensors")
-        wrong = [k for k, v in entries.items() if not isinstance(v, TensorStorageMetadata)]
-        if wrong:
-            raise ConfigError(f"{file} is refused: {wrong[0]} is no tensor")
-        found.storage_meta = StorageMeta(load_id=self.load_id)
-        return found
-
-
-def _entries(path: Path) -> dict[str, TensorStorageMetadata]:
-    return TensorReader(path).read_metadata().state_dict_metadata
-
-
-def _read(path: Path, tensors: dict[str, Tensor], world: World | None) -> None:
-    group = world.saving if world else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(
-            tensors, storage_reader=TensorReader(path), process_group=group, no_dist=group is None
-        )
-
-
 def read_model(path: Path) -> dict[str, Tensor]:
     """Weights of a checkpoint by the bare model's names, whole tensors on the CPU."""
-    entries = {k: v for k, v in _entries(path).items() if k.startswith("model.")}
+    from meshwork.tensor_reader import entries_of, read_into
+
+    entries = {k: v for k, v in entries_of(path).items() if k.startswith("model.")}
     tensors = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in entries.items()}
-    _read(path, tensors, None)
+    read_into(path, tensors, None)
     return {k.removeprefix("model."): v for k, v in tensors.items()}
 
 
@@ -196,13 +160,15 @@ def load(
     Returns the position and what stands beside it. Without an optimizer the weights alone are
     loaded. Raises ConfigError listing names and shapes that do not match.
     """
+    from meshwork.tensor_reader import entries_of, read_into
+
     try:
         state = json.loads((path / MARKER).read_text())
-        position = Position(**{k: state[k] for k in asdict(Position())})
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"{path / MARKER} cannot be read: {e}") from e
-    entries = _entries(path)
-    own = engine.module.state_dict()
+        position = Position(**{k: int(state[k]) for k in asdict(Position())})
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise ConfigError(f"{path / MARKER} cannot be read: {type(e).__name__}: {e}") from e
+    entries = entries_of(path)
+    own = {k: v for k, v in engine.module.state_dict().items() if torch.is_tensor(v)}
     saved = {k.removeprefix("model.") for k in entries if k.startswith("model.")}
     wrong = [f"{k} is missing" for k in own if k not in saved]
     wrong += [f"{k} is not in this model" for k in saved if k not in own]
@@ -217,40 +183,52 @@ def load(
             "choose the model it was saved from"
         )
     tensors = {f"model.{k}": v for k, v in own.items()}
-    moments: dict[str, dict[str, Tensor]] = {}
+    kept = optimizer is not None and state.get("optimizer") == type(optimizer).__name__
+    values = _optimizer_targets(entries, optimizer, engine) if kept else {}
+    tensors |= values
     if optimizer is not None:
-        tensors |= _optimizer_targets(entries, engine, moments)
         tensors |= _rng_targets(entries, world.ranks.rank)
-    _read(path, tensors, world)
-    engine.module.load_state_dict({k: tensors[f"model.{k}"] for k in own})
+    read_into(path, tensors, world)
+    engine.module.load_state_dict({k: tensors[f"model.{k}"] for k in own}, strict=False)
     if optimizer is not None:
-        parameters = dict(engine.named_parameters())
-        for name, values in moments.items():
-            optimizer.state[parameters[name]] = values
+        _set_optimizer(values, optimizer, engine)
         _set_rng(tensors, world)
         if engine.scaler is not None and state.get("scaler"):
             engine.scaler.load_state_dict(state["scaler"])
     return position, state
 
 
-def _optimizer_targets(entries: dict, engine: Engine, moments: dict) -> dict[str, Tensor]:
+def _optimizer_targets(
+    entries: dict, optimizer: torch.optim.Optimizer, engine: Engine
+) -> dict[str, Tensor]:
     """Empty tensors for the saved optimizer state: moments lie where their parameter lies."""
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    parameters = {n: p for n, p in engine.named_parameters() if p in trained}
     found = {}
-    for name, parameter in engine.named_parameters():
-        prefix = f"optimizer.{name}."
-        for key in (k for k in entries if k.startswith(prefix)):
-            entry = entries[key]
-            same = entry.size == parameter.shape
-            device = parameter.device if same else "cpu"
-            value = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-            found[key] = value
-            moments.setdefault(name, {})[key.removeprefix(prefix)] = value
+    for key, entry in entries.items():
+        parameter = parameters.get(key.removeprefix("optimizer.").rpartition(".")[0])
+        if key.startswith("optimizer.") and parameter is not None:
+            device = parameter.device if entry.size == parameter.shape else "cpu"
+            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
     return found
 
 
+def _set_optimizer(
+    values: dict[str, Tensor], optimizer: torch.optim.Optimizer, engine: Engine
+) -> None:
+    """Put loaded state in its place."""
+    parameters = dict(engine.named_parameters())
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for full, value in values.items():
+        name, _, key = full.removeprefix("optimizer.").rpartition(".")
+        key, _, kind = key.partition(":")
+        parameter = parameters[name]
+        place = groups[parameter] if key.startswith(GROUP) else optimizer.state[parameter]
+        place[key.removeprefix(GROUP)] = NUMBERS[kind](value.item()) if kind else value
+
+
 def _rng_targets(entries: dict, rank: int) -> dict[str, Tensor]:
-    """Random states of this rank, where the checkpoint has them (not after the ranks have
-    changed)."""
+    """Random states of this rank; a checkpoint of fewer ranks has none."""
     return {
         k: torch.empty(v.size, dtype=torch.uint8)
         for k, v in entries.items()

@@ -56,6 +56,9 @@ def load(cfg: DictConfig, problems: Iterable[str] = ()) -> Config:
             value = OmegaConf.select(typed, key)
             if value is not None and value not in words:
                 OmegaConf.update(typed, key, absolute(value))
+        if typed.checkpoint.resume not in PATHS["checkpoint.resume"]:
+            # The link outputs/latest: this run will point it to itself.
+            typed.checkpoint.resume = os.path.realpath(typed.checkpoint.resume)
         config = OmegaConf.to_object(typed)
         found = list(_problems_together(config))
     if found:

@@ -3,19 +3,19 @@
 import torch
 
 from meshwork.batch import BatchPlan
-from meshwork.config import Config, ConfigError
+from meshwork.config import ConfigError
 
 
-def out_of_memory(error: RuntimeError, plan: BatchPlan, cfg: Config) -> ConfigError | None:
+def out_of_memory(error: RuntimeError, plan: BatchPlan) -> ConfigError | None:
     """The sentence for an error that is a lack of memory, else None."""
     text = str(error)
     on_cpu = "DefaultCPUAllocator" in text or "can't allocate memory" in text
     if not isinstance(error, torch.OutOfMemoryError) and not on_cpu:
         return None
     where = "the host" if on_cpu else "the GPU"
-    smaller = plan.micro // 2
+    smaller = (plan.micro + 1) // 2 if plan.micro > 1 else 0
     if plan.coupled:
-        smaller = next((s for s in range(smaller, 0, -1) if plan.global_batch % s == 0), 0)
+        smaller = next((s for s in range(plan.micro // 2, 0, -1) if plan.global_batch % s == 0), 0)
     if smaller == 0:
         return ConfigError(
             f"out of memory on {where} with one sample at a time ({text.splitlines()[0]}): "

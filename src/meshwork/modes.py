@@ -46,7 +46,10 @@ def predict_all(job: Job) -> Outcome:
     outcome = _weights(job)
     steps = eval_steps(len(dataset), job.plan.micro, job.engine.data_rank, job.plan.ranks)
     batches = trainer.evaluation_set(job, dataset)
-    n = predict(job.engine, batches, steps, dataset, job.data.classes, job.world, job.run.path)
+    parts = (steps, dataset, job.data.classes, job.world, job.run.path)
+    with trainer.explained():
+        n, bad = predict(job.engine, batches, *parts)
+    job.report.bad_images(bad)
     job.report.note(f"{n:,} predictions in {job.run.path / 'predictions.csv'}")
     return outcome
 

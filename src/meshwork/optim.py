@@ -13,6 +13,12 @@ from meshwork import build, config
 from meshwork.batch import BatchPlan
 from meshwork.data.loader import step_size
 
+# Families of timm that the loop or a checkpoint cannot serve.
+NOT_HERE = {
+    "kron": "draws random numbers and keeps lists that no checkpoint would hold",
+    "adahessian": "needs second derivatives, which the loop does not compute",
+}
+
 
 def group_options(
     model: nn.Module, weight_decay: float, layer_decay: float | None
@@ -44,7 +50,10 @@ def build_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]],
     options: dict[str, tuple[float, float]],
 ) -> torch.optim.Optimizer:
-    """The optimizer over an engine's parameters, grouped by `options` (see group_options)."""
+    """The optimizer over an engine's parameters, grouped by `options` (see group_options).
+
+    Raises ConfigError for values that the optimizer refuses.
+    """
     groups: dict[tuple[float, float], list] = {}
     for name, parameter in parameters:
         if name in options:
@@ -54,7 +63,10 @@ def build_optimizer(
         for (decay, scale), params in groups.items()
     ]
     offered = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "name": cfg.name}
-    return build.call(cfg._target_, cfg.args, offered, "optimizer", dicts)
+    try:
+        return build.call(cfg._target_, cfg.args, offered, "optimizer", dicts)
+    except (ValueError, TypeError) as e:
+        raise config.ConfigError(f"{cfg._target_} refuses optimizer.args={cfg.args}: {e}") from e
 
 
 def timm_optimizer(
@@ -71,7 +83,13 @@ def timm_optimizer(
             f"optimizer.name={name} is not an optimizer of timm"
             + (f": did you mean {', '.join(near)}?" if near else "")
         )
-    return create_optimizer_v2(params, opt=name, lr=lr, weight_decay=weight_decay, **args)
+    for prefix, reason in NOT_HERE.items():
+        if name.startswith(prefix):
+            raise config.ConfigError(f"optimizer.name={name} {reason}: choose another")
+    try:
+        return create_optimizer_v2(params, opt=name, lr=lr, weight_decay=weight_decay, **args)
+    except (AssertionError, ImportError) as e:
+        raise config.ConfigError(f"optimizer.name={name} cannot be built here: {e}") from e
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,7 @@ def check(
     Raises ConfigError for what optimizer or schedule would refuse later, and for a warm-up that is
     not shorter than the training.
     """
-    trains = data.train is not None
+    trains = cfg.mode == "train" and data.train is not None
     horizon = Horizon.of(cfg, len(data.train) if trains else plan.global_batch, plan)
     options = group_options(model, cfg.optimizer.weight_decay, cfg.optimizer.layer_decay)
     optimizer = build_optimizer(cfg.optimizer, model.named_parameters(), options)

@@ -40,7 +40,7 @@ def rows_of_plan(
     frozen = f", {trained:,} trained" if trained != n else ""
     rows = [
         ("layout", f"{layout}; {n:,} parameters{frozen}, {size / 2**20:.1f} MiB a rank"),
-        ("model", f"{cfg.model.name} ({type(model).__name__}), {cfg.trainer.precision}"),
+        ("model", _model_row(cfg, model)),
         ("data", _data_row(cfg, plan, data)),
     ]
     if horizon is None:
@@ -50,6 +50,13 @@ def rows_of_plan(
     length = f"{horizon.steps:,} steps, {horizon.epoch_steps:,} an epoch"
     rows.append(("batch", _batch_row(cfg, plan)))
     return [*rows, ("schedule", f"{length}; {kind}, lr {cfg.optimizer.lr:g}, {schedule}")]
+
+
+def _model_row(cfg: Config, model: Any) -> str:
+    text = f"{cfg.model.name} ({type(model).__name__}), {cfg.trainer.precision}"
+    if cfg.model.checkpoint_path is not None:
+        text += f"\nweights from {cfg.model.checkpoint_path}; {getattr(model, 'loaded', '')}"
+    return text
 
 
 def _batch_row(cfg: Config, plan: BatchPlan) -> str:

@@ -13,6 +13,8 @@ from meshwork.data.loader import Step
 from meshwork.distributed import World
 from meshwork.parallel.engine import Engine
 
+TEXT = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+
 
 def predict(
     engine: Engine,
@@ -22,19 +24,21 @@ def predict(
     classes: tuple[str, ...],
     world: World,
     folder: Path,
-) -> int:
-    """Write folder/predictions.csv: path, label, and the probability of each class; returns its
-    lines.
+) -> tuple[int, list[tuple[str, str]]]:
+    """Write folder/predictions.csv: path, label, and the probability of each class.
 
-    batches, steps: this rank's, in the same order. path: of the file, or the sample's index where
-    the data set has none. Each rank writes its part, rank 0 joins them in the order of the samples.
+    Returns the number of lines, and (path, reason) of images that could not be read: this rank's,
+    on rank 0 all. batches, steps: this rank's, in the same order. path: of the file, or the
+    sample's index where the data set has none. Each rank writes its part, rank 0 joins them in the
+    order of the samples.
     """
     part = folder / f".predictions.rank{world.ranks.rank}"
     engine.train(False)
-    n = 0
-    with open(part, "w", newline="", errors="surrogateescape") as file:
+    n, bad = 0, []
+    with open(part, "w", **TEXT) as file:
         writer = csv.writer(file)
         for step, batch in zip(steps, batches, strict=True):
+            bad += batch.bad
             output = engine.predict(batch.to(world.device, engine.dtype))
             if output is None or not engine.counts:
                 continue
@@ -48,30 +52,35 @@ def predict(
                 if batch.weight[row] > 0:
                     writer.writerow([index, *_line(dataset, index, shares[row], classes)])
                     n += 1
-    counts = world.to_main(n)
-    if world.is_main:
-        names = list(classes) or [f"class_{i}" for i in range(engine_width(shares))]
-        _join(folder, ["path", "label", *names], world.ranks.world_size)
-        n = sum(counts)
     engine.train()
-    return world.from_main(n)
-
-
-def engine_width(shares: torch.Tensor) -> int:
-    """Number of classes of the last output."""
-    return shares.shape[1]
+    gathered = world.to_main((n, bad))
+    if gathered is not None:
+        names = list(classes) or [f"class_{i}" for i in range(shares.shape[1])]
+        _join(folder, ["path", "label", *names], world.ranks.world_size)
+        n, bad = sum(n for n, _ in gathered), [b for _, bs in gathered for b in bs]
+    return n, bad
 
 
 def _line(dataset: Any, index: int, shares: torch.Tensor, classes: tuple[str, ...]) -> list:
     best = int(shares.argmax())
-    path = dataset.path(index) if hasattr(dataset, "path") else index
-    return [path, classes[best] if classes else best, *(f"{p:.6g}" for p in shares.tolist())]
+    return [
+        _path(dataset, index),
+        classes[best] if classes else best,
+        *(f"{p:.6g}" for p in shares.tolist()),
+    ]
+
+
+def _path(dataset: Any, index: int) -> str | int:
+    try:
+        return dataset.path(index)
+    except AttributeError:  # a part of a data set has the method, its whole may not
+        return index
 
 
 def _join(folder: Path, header: list[str], ranks: int) -> None:
     parts = [folder / f".predictions.rank{r}" for r in range(ranks)]
-    files = [open(p, newline="", errors="surrogateescape") for p in parts]
-    with open(folder / "predictions.csv", "w", newline="", errors="surrogateescape") as out:
+    files = [open(p, **TEXT) for p in parts]
+    with open(folder / "predictions.csv", "w", **TEXT) as out:
         writer = csv.writer(out)
         writer.writerow(header)
         for row in heapq.merge(*map(csv.reader, files), key=lambda row: int(row[0])):

@@ -168,11 +168,12 @@ class Report:
 
     def profiler(self, folder: Path) -> Any:
         """A running torch profiler that writes steps 5 to 10 into `folder`/profile."""
-        from torch.profiler import profile, schedule, tensorboard_trace_handler
+        from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
-        place = folder / "profile"
+        place, cuda = folder / "profile", self.world.device.type == "cuda"
         found = profile(
-            schedule=schedule(wait=4, warmup=1, active=6, repeat=1),
+            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda],
+            schedule=schedule(wait=3, warmup=1, active=6, repeat=1),
             on_trace_ready=tensorboard_trace_handler(str(place), f"rank{self.world.ranks.rank}"),
             record_shapes=True,
         )

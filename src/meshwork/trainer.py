@@ -3,7 +3,8 @@
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from meshwork.data.loader import eval_steps, explain, loader, step_size, train_s
 from meshwork.distributed import World
 from meshwork.evaluate import Result, evaluate
 from meshwork.memory import out_of_memory
+from meshwork.meter import Meter
 from meshwork.optim import Horizon, Schedule
 from meshwork.parallel.engine import Engine
 from meshwork.report import Report
@@ -48,29 +50,6 @@ class Outcome:
     final: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] | None = None
     checkpoint: Any = None
-
-
-@dataclass
-class Meter:
-    """What has gathered since the last line: sums on the device, times on the clock."""
-
-    shares: dict[str, Tensor] = field(default_factory=dict)
-    steps: int = 0
-    samples: int = 0
-    wait_s: float = 0.0
-    since: float = field(default_factory=time.perf_counter)
-
-    def add(self, shares: dict[str, Tensor], samples: int, wait_s: float) -> None:
-        for name, value in shares.items():
-            self.shares[name] = self.shares[name] + value if self.steps else value
-        self.steps += 1
-        self.samples += samples
-        self.wait_s += wait_s
-
-    def means(self, world: World) -> dict[str, float]:
-        """Means over the steps and the whole job; one small reduction."""
-        sums = world.sum(torch.stack([v.cpu().double() for v in self.shares.values()]))
-        return dict(zip(self.shares, (sums / self.steps).tolist(), strict=True))
 
 
 def fit(job: Job) -> Outcome:
@@ -110,7 +89,7 @@ def fit(job: Job) -> Outcome:
                 norm = engine.clip_grad_norm(t.clip_grad_norm)
             engine.update(job.optimizer)
         except RuntimeError as e:
-            if (sentence := out_of_memory(e, job.plan, job.cfg)) is None:
+            if (sentence := out_of_memory(e, job.plan)) is None:
                 raise
             raise sentence from e
         if after_step is not None:
@@ -146,13 +125,22 @@ def train_batches(job: Job, position: Position) -> Iterator[Batch]:
     timeout_s = cfg.runtime.timeout_s
     batches = iter(loader(samples, steps, cfg.data.workers, job.world.device, timeout_s))
     first = None
-    while True:
-        try:
+    with explained():
+        while True:
             batch = first or next(batches)
-        except Exception as e:
-            raise (ConfigError(explain(e)) if explain(e) else e) from e
-        first = batch if cfg.trainer.overfit_one_batch else None
-        yield batch
+            first = batch if cfg.trainer.overfit_one_batch else None
+            yield batch
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """What a person can mend of the loader's errors leaves as a sentence."""
+    try:
+        yield
+    except Exception as e:
+        if (sentence := explain(e)) is None:
+            raise
+        raise ConfigError(sentence) from e
 
 
 def advance(position: Position, total: int, job: Job) -> None:
@@ -215,10 +203,8 @@ def validate(job: Job, batches: Any, outcome: Outcome, in_full: bool, split: str
     """Evaluate, log, and keep the best; in_full: with pictures of the worst samples."""
     if batches is None:
         return
-    try:
+    with explained():
         result = evaluate(job.engine, batches, job.world, in_full, split, job.report.loggers)
-    except Exception as e:
-        raise (ConfigError(explain(e)) if explain(e) else e) from e
     job.report.bad_images(result.bad)
     job.report.validation_line(result, outcome.position)
     outcome.final |= result.metrics
@@ -235,7 +221,7 @@ def better(job: Job, result: Result, outcome: Outcome) -> dict[str, float]:
             f"choose one of {', '.join(result.metrics)}"
         )
     new = {"step": outcome.position.step, **result.metrics}
-    if outcome.best is None:
+    if outcome.best is None or math.isnan(outcome.best[metric]):
         return new
     gain = new[metric] - outcome.best[metric]
     return new if (gain > 0 if mode == "max" else gain < 0) else outcome.best
@@ -281,12 +267,24 @@ def resume(job: Job, with_optimizer: bool) -> Outcome:
     optimizer = job.optimizer if with_optimizer else None
     position, state = checkpoint.load(found, job.engine, optimizer, job.world)
     job.report.note(f"loaded {found}: step {position.step}, epoch {position.epoch}")
+    if with_optimizer:
+        keep_to(state, job)
     return Outcome(position, state.get("final") or {}, state.get("best"), found)
 
 
-def plain(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as result.json has it."""
-    return {
-        **asdict(outcome),
-        "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
-    }
+def keep_to(state: dict, job: Job) -> None:
+    """What is typed wins over what was saved, but for the seed: the data's order goes on."""
+    seed = state.get("seed", job.cfg.seed)
+    if seed != job.cfg.seed:
+        job.report.note(f"seed={seed} as in the checkpoint, not {job.cfg.seed}")
+        job.cfg.seed = seed
+    kind, micro = type(job.optimizer).__name__, job.plan.micro
+    if state.get("optimizer", kind) != kind:
+        job.report.note(
+            f"{kind} starts afresh: the checkpoint has the state of {state['optimizer']}"
+        )
+    if job.plan.coupled and state.get("micro_batch_size", micro) != micro:
+        job.report.note(
+            f"BatchNorm over {micro} samples, in the checkpoint over {state['micro_batch_size']}: "
+            f"trainer.micro_batch_size={state['micro_batch_size']} keeps to it"
+        )

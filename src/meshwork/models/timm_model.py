@@ -1,8 +1,6 @@
 """Any timm architecture that classifies, by name."""
 
 import difflib
-import os
-import tempfile
 from itertools import chain
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from meshwork.config import ConfigError
+from meshwork.models.hub import first_line, from_hub
 
 
 def timm_model(
@@ -50,7 +49,7 @@ def timm_model(
     given |= {"drop_rate": drop_rate} if drop_rate else {}
     given |= {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
     if pretrained:
-        model = _pretrained(name, given, timeout_s)
+        model = from_hub(lambda: _create(name, given, pretrained=True), name, timeout_s)
     else:
         model = _create(name, given)
     _check_classifier(model, name)
@@ -70,33 +69,6 @@ def _create(name: str, given: dict, **more: Any) -> nn.Module:
             f"model.name={name} cannot be built with {shown} ({type(e).__name__}: {e}): "
             "change data.image_size, model.args or the key named"
         ) from e
-
-
-def _pretrained(name: str, given: dict, timeout_s: float) -> nn.Module:
-    """Create with weights from the hub; one process of this node at a time may download."""
-    from filelock import FileLock, Timeout
-
-    lock = os.path.join(tempfile.gettempdir(), f"meshwork-{os.getuid()}-pretrained.lock")
-    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
-        os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface")), "hub"
-    )
-    try:
-        with FileLock(lock, timeout=timeout_s):
-            return _create(name, given, pretrained=True)
-    except ConfigError:
-        raise
-    except Timeout:
-        reason = f"another process of this machine holds the download for over {timeout_s:.0f} s"
-    except Exception as e:  # whatever the hub's client raises: it is never an untrained model
-        reason = _reason(e)
-    raise ConfigError(
-        f"no pretrained weights for model.name={name} ({reason}). Looked into {cache} and the hub: "
-        "give a local file with model.checkpoint_path=..., or set model.pretrained=false"
-    )
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _check_classifier(model: nn.Module, name: str) -> None:
@@ -125,7 +97,7 @@ def _check_output(model: nn.Module, name: str, image: tuple[int, ...], num_class
     except Exception as e:
         raise ConfigError(
             f"model.name={name} cannot take images of {' x '.join(map(str, image))} "
-            f"({_reason(e)}): set another data.image_size, or choose another architecture"
+            f"({first_line(e)}): set another data.image_size, or choose another architecture"
         ) from e
     finally:
         model.train()

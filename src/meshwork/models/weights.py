@@ -43,8 +43,8 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     return {k.removeprefix("module."): v for k, v in tensors.items()}
 
 
-def load_weights(model: nn.Module, path: str) -> list[str]:
-    """Load weights by name into the bare model; returns the names of a classifier left as it is.
+def load_weights(model: nn.Module, path: str) -> str:
+    """Load weights by name into the bare model; says which tensors are new and which were not used.
 
     Positions and patches of another size go through timm's own conversion. Only the classifier may
     differ in shape (another number of classes). Raises ConfigError where anything else is missing.
@@ -60,19 +60,25 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
             f"model.checkpoint_path={path} matches nothing of this model: it holds "
             f"{', '.join(list(tensors)[:3]) or 'no tensors'}, the model {', '.join(list(own)[:3])}"
         )
-    left = [k for k in own if k not in matching]
+    # Old files of BatchNorm lack the count, which nothing but a cumulative average reads.
+    left = [k for k in own if k not in matching and not k.endswith("num_batches_tracked")]
     heads = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
     heads = (heads,) if isinstance(heads, str) else tuple(heads)
     foreign = [k for k in left if not k.startswith(tuple(f"{h}." for h in heads) or ("\0",))]
     if foreign:
         raise ConfigError(
             f"model.checkpoint_path={path} lacks {len(foreign)} of {len(own)} tensors of this "
-            "model, or "
-            f"holds them in another shape: {', '.join(foreign[:5])}: choose the model they come "
-            "from"
+            f"model, or holds them in another shape: {', '.join(foreign[:5])}: choose the model "
+            "they come from"
         )
     model.load_state_dict(matching, strict=False)
-    return left
+    unused = [k for k in tensors if k not in own]
+    return f"new: {_shown(left)}; not used: {_shown(unused)}"
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "nothing") + more
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:

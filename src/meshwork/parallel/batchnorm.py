@@ -75,15 +75,21 @@ class RunningStatistics:
     def commit(self, share: float) -> None:
         """Once per optimizer step: put this rank's part of the mean in place.
 
-        share: micro-batches that counted here, over the mean of the data ranks: so weighted, the
-        plain average over the ranks is the mean over all micro-batches.
+        share: micro-batches that counted here, over the mean of the data ranks: with statistics so
+        weighted, the plain average over the ranks is the mean over all micro-batches.
         """
         for norm, start in self._start.items():
-            kept = [b for b in start if b.is_floating_point()]
-            for buffer, old, moved in zip(_averaged(norm), kept, self._sum[norm], strict=True):
-                n = max(self._calls[norm], 1)
-                buffer.copy_(old + (moved / n - old) * share)
+            kept = (1 - share) * (1 - _momentum(norm))
+            n = max(self._calls[norm], 1)
+            olds = [b for b in start if b.is_floating_point()]
+            for buffer, old, total in zip(_averaged(norm), olds, self._sum[norm], strict=True):
+                buffer.copy_(kept * old + share / n * total)
         self._start, self._sum, self._calls = {}, {}, {}
+
+
+def _momentum(norm: nn.Module) -> float:
+    """What a batch weighs in the running statistics; without a momentum all weigh the same."""
+    return 1 / int(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
 
 
 def _averaged(norm: nn.Module) -> list[Tensor]:

@@ -24,5 +24,5 @@ def check(cfg: Config, model: nn.Module, layout: Layout, device: torch.device) -
         raise ConfigError(
             "trainer.precision=fp64 is not known to mps: use fp32, or runtime.device=cpu"
         )
-    coupled = couples_samples(model)
+    coupled = cfg.mode == "train" and couples_samples(model)
     return BatchPlan.make(t.global_batch_size, layout.data_ranks, t.micro_batch_size, coupled)

@@ -80,7 +80,8 @@ class Engine:
         divisor = self._divisor(batch)
         micro_batches = batch.split(self.plan.micro)
         last, shares = len(micro_batches) - 1, None
-        n_real = self.plan.real_micro(self.data_rank, batch.total)
+        if self._statistics is not None:
+            n_real = self.plan.real_micro(self.data_rank, batch.total)
         for i, micro in enumerate(micro_batches):
             with nullcontext() if i == last else self._no_sync():
                 if self._statistics is not None:
@@ -210,7 +211,7 @@ def parallelize(
         wrapped = DistributedDataParallel(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,
+            forward_sync_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=cfg.parallel.find_unused_parameters,
         )
