@@ -29,7 +29,7 @@ def text() -> str:
 
 
 def sections() -> list[Section]:
-    """Sections with code, in order. Code follows "`path`:" on a line of its own, or is a command."""
+    """Sections with code, in order. Code follows "`path`:" on its own line, or is a command."""
     found, fence, path = [Section("")], None, None
     for line in text().splitlines():
         if fence is None and (opened := re.fullmatch(r"```(\w+)", line)):

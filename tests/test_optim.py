@@ -117,8 +117,14 @@ def test_timm_optimizers_by_name_take_a_step(name: str) -> None:
         (["optimizer.args.betas=[0.9,2.0]"], "Invalid beta parameter"),
         (["optimizer._target_=torch.optim.Adamw"], "optimizer._target_=torch.optim.Adamw"),
         (["scheduler.args.decay=1"], "scheduler.args.decay: meshwork.optim.cosine takes no such"),
-        (["scheduler.warmup_steps=880"], "scheduler.warmup_steps=880 is 880 steps of a run of 880"),
-        (["scheduler.warmup_epochs=41"], "scheduler.warmup_epochs=41.0 is 902 steps of a run of"),
+        (
+            ["scheduler.warmup_steps=9", "trainer.max_steps=9"],
+            "scheduler.warmup_steps=9 is 9 steps of a run of 9",
+        ),
+        (
+            ["scheduler.warmup_epochs=41", "trainer.max_epochs=40"],
+            "scheduler.warmup_epochs=41.0 is 902 steps of a run of",
+        ),
         (["data.num_samples=8", "trainer.global_batch_size=9"], "8 training samples do not fill"),
     ],
 )

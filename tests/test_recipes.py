@@ -15,7 +15,7 @@ from pathlib import Path
 import manual
 import numpy as np
 import pytest
-from manual import PACKAGE, ROOT, Section
+from manual import PACKAGE, ROOT
 from PIL import Image
 from ranks import Ended, train
 
@@ -28,7 +28,8 @@ NOT_RUN = {
     "python -m pip install torch torchvision --index-url "
     "https://download.pytorch.org/whl/cu130": NETWORK,
     "python scripts/rename.py birdsong": "would rename the copy; has tests of its own",
-    'autoload -Uz bashcompinit && bashcompinit && eval "$(python train.py -sc install=bash)"': "zsh",
+    "autoload -Uz bashcompinit && bashcompinit && "
+    'eval "$(python train.py -sc install=bash)"': "zsh",
     "python train.py experiment=finetune_imagefolder data.root=~/birds": NETWORK,
     "python train.py logger.mode=online logger.entity=my-team": ACCOUNT,
     "wandb leet outputs/latest/wandb/offline-run-*": "waits for keys to be pressed",
