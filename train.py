@@ -76,6 +76,8 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         return None
 
     with distributed.start(ranks, device, cfg.runtime.timeout_s) as world:
+        world.require_same("the command line", overrides)
+        world.require_same("data.root", build.data_facts(data))
         world.run = folder = rundir.enter(cfg, world, overrides, sweep)
         rundir.log_to_file(folder, ranks.rank)
         if world.is_main:

@@ -94,10 +94,9 @@ class BatchPlan:
         """Raises ConfigError, with the nearest sizes, where the numbers do not go together."""
         if global_batch < ranks:
             raise ConfigError(
-                f"trainer.global_batch_size={global_batch} gives {ranks} data ranks less than "
-                "one sample each: "
-                f"set trainer.global_batch_size={ranks} or more, or start at most {global_batch} "
-                "ranks"
+                f"trainer.global_batch_size={global_batch} gives {ranks} data ranks less than one "
+                f"sample each: set trainer.global_batch_size={ranks} or more, or start at most "
+                f"{global_batch} ranks"
             )
         share = -(-global_batch // ranks)
         if not coupled:
@@ -107,9 +106,8 @@ class BatchPlan:
             near = ", ".join(str(n) for n in nearest_multiples(global_batch, ranks))
             raise ConfigError(
                 f"trainer.global_batch_size={global_batch} over {ranks} data ranks would need "
-                "padding, which "
-                f"BatchNorm would count: set trainer.global_batch_size to {near}, or set "
-                "trainer.micro_batch_size to a size that divides it"
+                f"padding, which BatchNorm would count: set trainer.global_batch_size to {near}, "
+                "or set trainer.micro_batch_size to a size that divides it"
             )
         micro = micro or share
         if global_batch % micro:
@@ -117,8 +115,7 @@ class BatchPlan:
             raise ConfigError(
                 f"trainer.global_batch_size={global_batch} is no multiple of "
                 f"trainer.micro_batch_size={micro}, and a padded micro-batch would change "
-                "BatchNorm's "
-                f"statistics: set trainer.global_batch_size to {near}"
+                f"BatchNorm's statistics: set trainer.global_batch_size to {near}"
             )
         if global_batch // micro < ranks:
             raise ConfigError(
@@ -130,8 +127,7 @@ class BatchPlan:
         return cls(global_batch, ranks, micro, -(-(global_batch // micro) // ranks), True)
 
     def rows(self, rank: int, size: int | None = None) -> range:
-        """Rows of a step of `size` samples (null: a full one) that a data rank takes:
-        contiguous."""
+        """Rows that a data rank takes of a step of `size` samples (None: a full one)."""
         size = self.global_batch if size is None else size
         unit = self.micro if self.coupled else 1
         share = (size // unit) * rank // self.ranks, (size // unit) * (rank + 1) // self.ranks

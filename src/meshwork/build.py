@@ -96,6 +96,13 @@ def build_data(cfg: Config) -> Any:
     return call(d._target_, d.args, offered, "data")
 
 
+def data_facts(data: Any) -> dict[str, Any]:
+    """What every rank must find alike: sizes of the sets, names of the classes."""
+    sets = {name: getattr(data, name, None) for name in ("train", "val", "test", "predict")}
+    sizes = {name: len(s) for name, s in sets.items() if s is not None}
+    return {**sizes, "classes": list(data.classes)}
+
+
 def build_task(cfg: Config, data: Any) -> Any:
     """The task: what computes loss and metrics."""
     offered = {"label_smoothing": cfg.task.label_smoothing, "classes": data.classes}

@@ -36,9 +36,8 @@ def pick_device(wanted: str, ranks: Ranks) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if wanted == "mps" and not (alone and torch.backends.mps.is_available()):
         raise ConfigError(
-            f"runtime.device=mps with WORLD_SIZE={ranks.world_size}: expected an Apple GPU and "
-            "one process; "
-            "use runtime.device=cpu"
+            f"runtime.device=mps with WORLD_SIZE={ranks.world_size}: expected an Apple GPU and one "
+            "process; use runtime.device=cpu"
         )
     if wanted != "cuda":
         return torch.device(wanted)
@@ -96,6 +95,17 @@ class World:
         if self.control is not None:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def require_same(self, key: str, value: object) -> None:
+        """Raise ConfigError, on all ranks, where a value of the config key differs between them."""
+        found = self.to_main(value)
+        other = next((i for i, v in enumerate(found) if v != value), None) if found else None
+        if found and other is not None:
+            difference = f"rank 0 sees {value}, rank {other} on {self.hosts[other]} {found[other]}"
+        else:
+            difference = None
+        if difference := self.from_main(difference):
+            raise ConfigError(f"{key} is not the same everywhere: {difference}")
 
     def to_main(self, value: object) -> list | None:
         """On rank 0 the values of all ranks in order, elsewhere None; values are plain Python."""

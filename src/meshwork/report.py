@@ -54,7 +54,7 @@ class Report:
         self.loggers = Loggers([*jsonl, *loggers], self.note)
         self.progress: Progress | None = None
         self.began, self.status_time = time.time(), 0.0
-        self.n_bad = 0
+        self.bad: set[str] = set()
 
     def table(self, rows: list[tuple[str, str]]) -> None:
         """The start table."""
@@ -144,18 +144,19 @@ class Report:
     def bad_images(self, bad: list | tuple) -> None:
         """Say and count images that could not be read. Raises ConfigError above
         data.max_bad_images."""
-        for path, reason in bad:
-            self.n_bad += 1
+        new = [(path, reason) for path, reason in bad if path not in self.bad]
+        for path, reason in new:
+            self.bad.add(path)
             log.warning("rank %d skips %s (%s)", self.world.ranks.rank, path, reason)
             with open(
                 self.run.path / "logs" / f"bad_images.rank{self.world.ranks.rank}.txt", "a"
             ) as f:
                 f.write(f"{path}\t{reason}\n")
-        if bad:
-            self.note(f"skipped {bad[0][0]} ({bad[0][1]}); {self.n_bad} so far, listed in logs/")
-        if self.n_bad > self.cfg.data.max_bad_images:
+        if new:
+            self.note(f"skipped {new[0][0]} ({new[0][1]}); {len(self.bad)} so far, listed in logs/")
+        if len(self.bad) > self.cfg.data.max_bad_images:
             raise ConfigError(
-                f"{self.n_bad} images could not be read, more than data.max_bad_images="
+                f"{len(self.bad)} images could not be read, more than data.max_bad_images="
                 f"{self.cfg.data.max_bad_images}; the last is {bad[-1][0]} ({bad[-1][1]}): "
                 "look at logs/bad_images*, mend the data (python scripts/scan.py ROOT), or raise "
                 "the limit"

@@ -103,7 +103,7 @@ def _check_output(model: nn.Module, name: str, image: tuple[int, ...], num_class
         model.train()
     if shape != (2, num_classes):
         raise ConfigError(
-            f"model.name={name} gives outputs of shape {shape} for 2 images: expected (2, "
-            f"{num_classes}); "
-            "change model.args, or wrap it in a module of your own (README: add a model)"
+            f"model.name={name} gives outputs of shape {shape} for 2 images: expected "
+            f"(2, {num_classes}); change model.args, or wrap it in a module of your own "
+            "(README: add a model)"
         )

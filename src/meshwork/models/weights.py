@@ -102,8 +102,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
     if names and len(frozen) == len(names):
         raise ConfigError(
             f"model.freeze={patterns} leaves nothing to train: take the classifier back, for "
-            "example "
-            "model.freeze=['*','!head*']"
+            "example model.freeze=['*','!head*']"
         )
     for name, parameter in model.named_parameters():
         if name in frozen:

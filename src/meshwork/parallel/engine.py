@@ -103,8 +103,7 @@ class Engine:
         return shares
 
     def _divisor(self, batch: Batch) -> Tensor | int:
-        """What the sum of the losses is divided by: the weight of the whole step, over all data
-        ranks."""
+        """What the sum of losses is divided by: the step's weight over all data ranks."""
         if not hasattr(self.task, "weight"):
             return batch.total
         total = masked_sum(self.task.weight(batch), batch.weight, batch.uniform)
@@ -119,24 +118,21 @@ class Engine:
         if loss.shape != batch.weight.shape:
             raise ConfigError(
                 f"{type(self.task).__name__}.loss returned shape {tuple(loss.shape)} for "
-                f"{len(batch)} "
-                f"samples: expected one value a sample, [{len(batch)}] (reduction='none')"
+                f"{len(batch)} samples: expected one value a sample (reduction='none')"
             )
         return loss, parts
 
     def _check_gradients(self) -> None:
-        """After the first backward: DistributedDataParallel waits for parameters that got no
-        gradient."""
+        """After the first backward: DDP would wait for parameters that got no gradient."""
         self._grads_checked = True
         trained = {n: p for n, p in self.named_parameters() if p.requires_grad}
         unused = [n for n, p in trained.items() if p.grad is None]
         if unused and isinstance(self.wrapped, DistributedDataParallel):
+            prefixes = ",".join(common_prefixes(unused, trained))
             raise ConfigError(
                 f"{len(unused)} parameters got no gradient ({', '.join(unused[:5])}): use them "
-                "in the "
-                "loss, freeze them "
-                f"(model.freeze=[{','.join(common_prefixes(unused, trained))}]), or "
-                "set parallel.find_unused_parameters=true where that differs from step to step"
+                f"in the loss, freeze them (model.freeze=[{prefixes}]), or set "
+                "parallel.find_unused_parameters=true where that differs from step to step"
             )
 
     def clip_grad_norm(self, largest: float | None) -> Tensor:
