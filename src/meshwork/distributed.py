@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from meshwork.ranks import NAMES, Ranks
 from meshwork.start import Reported
 
 log = logging.getLogger("meshwork")
+log.addHandler(logging.NullHandler())  # before the run folder is known nothing is kept
 
 
 def pick_device(wanted: str, ranks: Ranks) -> torch.device:
@@ -220,29 +222,32 @@ def report_failure(world: World, error: BaseException) -> int:
     The sentence or traceback goes to this rank's log, and from the first failing rank to stderr, to
     failure.txt and status.json of the run folder. Rank 0 gets a moment to close its loggers.
     """
-    sentence = isinstance(error, (ConfigError, FloatingPointError))
-    text = (
-        "\n".join(f"error: {line}" for line in str(error).splitlines())
-        if sentence
-        else describe(error)
-    )
-    code = (
-        2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-    )
+    text, code = _told(error)
     log.error("rank %d: %s", world.ranks.rank, text)
     first = _claim(world)
     if first:
-        place = f"rank {world.ranks.rank} on {socket.gethostname()}: " if world.attempt else ""
+        rank = world.ranks.rank
+        place = f"rank {rank} on {socket.gethostname()}: " if world.attempt is not None else ""
         print(f"{place}{text}", file=sys.stderr, flush=True)
         if world.run is not None:
             (world.run.path / "failure.txt").write_text(f"{place}{text}\n")
-            last = text.splitlines()[-1]
-            world.run.status("failed", failure=last, failed_rank=world.ranks.rank)
+            world.run.status("failed", failure=text.splitlines()[-1], failed_rank=rank)
     _close(world, code)
     if first and world.attempt is not None and not world.is_main:
         with suppress(Exception):
             world.attempt.wait(["closed"], timedelta(seconds=10))
+    _wait_for_the_others(world)
     return code
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """What is said of an error, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, (ConfigError, FloatingPointError)):
+        lines = "\n".join(f"error: {line}" for line in str(error).splitlines())
+        return lines, 2 if isinstance(error, ConfigError) else 1
+    return describe(error), 1
 
 
 def _claim(world: World) -> bool:
@@ -257,6 +262,7 @@ def _claim(world: World) -> bool:
 
 
 def _close(world: World, code: int) -> None:
+    """Close this rank's loggers; the first failing rank waits until rank 0 has."""
     for close in world.at_exit:
         try:
             close(code)
@@ -267,19 +273,31 @@ def _close(world: World, code: int) -> None:
             world.attempt.set("closed", "")
 
 
+def _wait_for_the_others(world: World, limit_s: float = 5.0) -> None:
+    """Rank 0, which holds the store unless torchrun does, leaves last: none misses the failure."""
+    if world.attempt is None:
+        return
+    with suppress(Exception):
+        left, end = world.attempt.add("left", 1), time.monotonic() + limit_s
+        holds = world.is_main and world.ranks.source != "torchrun"
+        while holds and left < world.ranks.world_size and time.monotonic() < end:
+            time.sleep(0.1)
+            left = world.attempt.add("left", 0)
+
+
 def _watch(world: World, done: threading.Event, poll_s: float = 1.0) -> None:
     """Leave soon after another rank has failed: this one may wait for it in a collective."""
     store = world.attempt.clone()
     while not done.wait(poll_s):
         try:
-            reason = (
-                f"rank {store.get('failure').decode()} failed" if store.check(["failure"]) else ""
-            )
+            found = store.check(["failure"])
+            reason = f"rank {store.get('failure').decode()} failed" if found else ""
         except Exception as e:
             reason = f"the store is gone ({str(e).splitlines()[0]})"
         if reason and not done.wait(2.0):
             log.error("rank %d leaves: %s", world.ranks.rank, reason)
             _close(world, 1)
+            _wait_for_the_others(world)
             leave(1)
 
 

@@ -242,3 +242,4 @@ def log_to_file(run: RunDir, rank: int) -> None:
     root.addHandler(handler)
     logging.captureWarnings(True)
     log.setLevel(logging.INFO)
+    log.disabled = False  # Hydra's logging setup switches off loggers that were there before it

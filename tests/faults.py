@@ -1,0 +1,56 @@
+"""Faults planted from outside: data sets, tasks and hooks that fail on one rank at one moment."""
+
+import os
+import signal
+import time
+
+import torch
+
+from meshwork.data import Splits, synthetic
+from meshwork.tasks import Classification
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+def allow(rank: int) -> None:
+    """Let configs of this process name what stands here."""
+    from meshwork import build
+
+    build.ALLOWED += ("faults",)
+
+
+class Failing(Classification):
+    """A task whose loss raises on one rank at one step, or kills the process there."""
+
+    def __init__(self, at_step: int = 3, on_rank: int = 1, how: str = "raise", **given):
+        super().__init__(**given)
+        self.at_step, self.on_rank, self.how, self.step = at_step, on_rank, how, 0
+
+    def loss(self, output, batch):
+        self.step += 1
+        if self.step == self.at_step and int(os.environ.get("RANK", 0)) == self.on_rank:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "exit":
+                raise SystemExit(3)
+            if self.how == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise ValueError("planted on purpose")
+        return super().loss(output, batch)
+
+
+def slow_synthetic(image_size: int, seed: int, wait_s: float = 0.05, **given) -> Splits:
+    """Synthetic data of which every sample takes its time."""
+    splits = synthetic(image_size=image_size, seed=seed, **given)
+
+    class Slow:
+        draws = False
+
+        def __len__(self) -> int:
+            return len(splits.train)
+
+        def __getitem__(self, index: int):
+            time.sleep(wait_s)
+            return splits.train[index]
+
+    return Splits(Slow(), splits.val, None, None, splits.classes, splits.in_chans, image_size)
