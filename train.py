@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 def run(cfg: config.Config, ranks: Ranks) -> float | None:
     """One run, from its config to its result; returns the objective."""
-    from meshwork import build, distributed, modes, optim, rundir
+    from meshwork import build, checkpoint, distributed, modes, optim, rundir
     from meshwork.console import start_table
     from meshwork.mesh import Layout
     from meshwork.overview import ranks_row, rows_of_plan
@@ -61,6 +61,7 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
     sweep = rundir.sweep_of(hydra_config)
     rundir.check_writable(cfg, sweep)
     build.check_logger(cfg)
+    checkpoint.find(cfg.checkpoint.resume, None)
 
     device = distributed.pick_device(cfg.runtime.device, ranks)
     world_size = ranks.world_size if isinstance(cfg.dry_run, bool) else cfg.dry_run

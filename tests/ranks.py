@@ -8,9 +8,11 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -123,13 +125,13 @@ def train(
     """train.py with these arguments, in one process (n=1) or on n ranks with exported variables.
 
     cwd: where the command is typed. before: called with the rank in each process first, to plant a
-    fault. Output goes through files in cwd.
+    fault.
     """
-    port, began = free_port(), time.monotonic()
+    port, began, outputs = free_port(), time.monotonic(), tempfile.mkdtemp()
     processes, files = [], []
     for rank in range(n):
         own = {**(rank_env(rank, n, port) if n > 1 else {}), **(env or {})}
-        out = [Path(cwd) / f".{port}.rank{rank}.{kind}" for kind in ("out", "err")]
+        out = [Path(outputs) / f"rank{rank}.{kind}" for kind in ("out", "err")]
         given = (list(overrides), str(cwd), own, [str(p) for p in out], before, rank)
         process = _context.Process(target=_train, args=given)
         process.start()
@@ -137,8 +139,7 @@ def train(
         files.append(out)
     _wait(processes, timeout_s, lambda: "\n".join(p.read_text() for pair in files for p in pair))
     texts = [[p.read_text() for p in pair] for pair in files]
-    for path in (p for pair in files for p in pair):
-        path.unlink()
+    shutil.rmtree(outputs)
     codes = [p.exitcode for p in processes]
     return Ended(codes, [t[0] for t in texts], [t[1] for t in texts], time.monotonic() - began)
 
@@ -188,11 +189,11 @@ def _train(overrides: list, cwd: str, env: dict, files: list, before: Callable, 
     _clean_environment(env)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    if before is not None:
-        before(rank)
     sys.argv = ["train.py", *overrides]
     import train
 
+    if before is not None:
+        before(rank)
     code = train.main(overrides)
     sys.stdout.flush()
     sys.stderr.flush()

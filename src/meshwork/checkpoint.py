@@ -244,16 +244,17 @@ def _set_rng(tensors: dict[str, Tensor], world: World) -> None:
         torch.cuda.set_rng_state(state, world.device)
 
 
-def find(resume: str, folder: Path) -> Path | None:
+def find(resume: str, folder: Path | None) -> Path | None:
     """The checkpoint that `checkpoint.resume` means; None starts afresh.
 
     resume: auto (newest of the run's own folder), never, or the path of a run or checkpoint.
+    folder: of the run, None while it is not known.
     Raises ConfigError where a path holds no complete checkpoint.
     """
     if resume == "never":
         return None
     if resume == "auto":
-        return newest(folder)
+        return newest(folder) if folder is not None else None
     found = newest(Path(resume)) if Path(resume).is_dir() else None
     if found is None:
         state = "holds no complete checkpoint" if Path(resume).exists() else "does not exist"
