@@ -189,11 +189,11 @@ def _train(overrides: list, cwd: str, env: dict, files: list, before: Callable, 
     _clean_environment(env)
     os.chdir(cwd)
     torch.set_num_threads(1)
+    if before is not None:
+        before(rank)
     sys.argv = ["train.py", *overrides]
     import train
 
-    if before is not None:
-        before(rank)
     code = train.main(overrides)
     sys.stdout.flush()
     sys.stderr.flush()

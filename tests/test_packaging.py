@@ -55,10 +55,10 @@ def test_constraints_satisfy_pyproject():
 
 
 def make(*args: str, **env: str) -> str:
-    """What make would run, in an environment without an active one but for `env`."""
+    """What make prints, in an environment without an active one but for `env`."""
     hidden = ("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "MAKEFLAGS", "MAKELEVEL")
     clean = {k: v for k, v in os.environ.items() if k not in hidden}
-    command = ["make", "-n", *args]
+    command = ["make", *args]
     run = subprocess.run(
         command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=20
     )
@@ -89,7 +89,7 @@ def environments(prefix: str) -> list[tuple[dict[str, str], str]]:
 @pytest.mark.parametrize("case", range(6))
 def test_make_trains_in_the_active_environment_else_in_venv(prefix, case):
     variables, expected = environments(prefix)[case]
-    printed = make("train", "NPROC=3", "ARGS=seed=1", **variables).splitlines()
+    printed = make("-n", "train", "NPROC=3", "ARGS=seed=1", **variables).splitlines()
     assert printed[-1] == (
         "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "
         f"{expected}/bin/torchrun --standalone --nproc-per-node=3 train.py seed=1"
@@ -98,21 +98,20 @@ def test_make_trains_in_the_active_environment_else_in_venv(prefix, case):
 
 def test_make_installs_once_until_pyproject_or_constraints_change(prefix):
     install = f"{prefix}/bin/python -m pip install -e '.[dev,tensorboard]' -c constraints.txt"
-    assert install in make("test", VIRTUAL_ENV=prefix)
+    assert install in make("-n", "test", VIRTUAL_ENV=prefix)
     stamp = Path(prefix) / f".{PROJECT['name']}-installed"
     stamp.touch()
-    assert install not in make("test", VIRTUAL_ENV=prefix)
+    assert install not in make("-n", "test", VIRTUAL_ENV=prefix)
     os.utime(stamp, (0, 0))
-    assert install in make("test", VIRTUAL_ENV=prefix)
+    assert install in make("-n", "test", VIRTUAL_ENV=prefix)
 
 
 def test_make_test_leaves_out_the_slow_tests(prefix):
-    assert f"{prefix}/bin/python -m pytest -m 'not slow'" in make("test", VIRTUAL_ENV=prefix)
+    assert f"{prefix}/bin/python -m pytest -m 'not slow'" in make("-n", "test", VIRTUAL_ENV=prefix)
 
 
 def test_make_alone_lists_the_targets():
-    run = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=20)
-    targets = [line.split()[0] for line in run.stdout.splitlines()[:-1]]
+    targets = [line.split()[0] for line in make().splitlines()[:-1]]
     assert targets == ["help", "install", "train", "test", "lint", "format", "bench", "clean"]
 
 
@@ -121,7 +120,7 @@ def test_make_train_takes_every_gpu_else_two_processes(tmp_path, prefix, gpus, n
     (fake := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
     fake.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    assert f"--nproc-per-node={nproc} " in make("train", VIRTUAL_ENV=prefix, PATH=path)
+    assert f"--nproc-per-node={nproc} " in make("-n", "train", VIRTUAL_ENV=prefix, PATH=path)
 
 
 def test_continuous_integration_runs_lint_and_tests():

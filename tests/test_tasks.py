@@ -136,8 +136,8 @@ def test_a_loss_of_the_wrong_shape_is_answered_by_a_sentence(tmp_path: Path) -> 
     ended = train(1, *MLP, "task._target_=toys.WrongShape", cwd=tmp_path, before=toys.allow)
     assert ended.codes == [2]
     assert ended.all_err.strip() == (
-        "error: WrongShape.loss returned shape () for 64 samples: expected one value a sample, "
-        "[64] (reduction='none')"
+        "error: WrongShape.loss returned shape () for 64 samples: expected one value a sample "
+        "(reduction='none')"
     )
 
 
