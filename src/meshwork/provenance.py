@@ -4,7 +4,6 @@ Nothing here fails or takes long: what cannot be found out is left empty.
 """
 
 import getpass
-import importlib.metadata
 import os
 import platform
 import re
@@ -142,8 +141,10 @@ def _devices() -> list[str]:
 
 
 def _packages() -> dict[str, str]:
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    return dict(sorted((name, version) for name, version in found.items() if name))
+    """By the names of their folders: reading what is inside takes a tenth of a second."""
+    folders = (f for place in sys.path if place for f in Path(place).glob("*-*.dist-info"))
+    found = (f.name.removesuffix(".dist-info").split("-", 1) for f in folders)
+    return dict(sorted((name, version) for name, version in found))
 
 
 def _or_none(ask: Callable[[], Any]) -> Any:

@@ -58,6 +58,7 @@ class Engine:
         plain = plan.n_micro == 1 and cfg.data.drop_last
         self._statistics = RunningStatistics(module) if plan.coupled and not plain else None
         self._grads_checked = cfg.parallel.find_unused_parameters
+        self._constant: tuple = (None, None)
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode; frozen BatchNorm stays in evaluation mode."""
@@ -88,8 +89,7 @@ class Engine:
                     self._statistics.skip = i >= n_real
                 with self.autocast():
                     loss, parts = self._loss(self.wrapped(*micro.inputs), micro)
-                # The mean's gradient by each sample's loss; the wrapper averages over data ranks.
-                gradient = (micro.weight * (self.plan.ranks / divisor)).to(loss.dtype)
+                gradient = self._gradient(micro, divisor, loss.dtype)
                 loss.backward(gradient if self.scaler is None else self.scaler.scale(gradient))
             found = {
                 name: masked_sum(value.detach(), micro.weight, batch.uniform) / divisor
@@ -101,6 +101,19 @@ class Engine:
         if not self._grads_checked:
             self._check_gradients()
         return shares
+
+    def _gradient(self, batch: Batch, divisor: Tensor | int, dtype: torch.dtype) -> Tensor:
+        """The mean's gradient by each sample's loss; the wrapper averages over data ranks."""
+        if not batch.uniform or torch.is_tensor(divisor):
+            return (batch.weight * (self.plan.ranks / divisor)).to(dtype)
+        key = (len(batch), divisor, dtype)
+        if self._constant[0] != key:  # the same in nearly every step
+            scale = self.plan.ranks / divisor
+            self._constant = (
+                key,
+                torch.full((len(batch),), scale, dtype=dtype, device=batch.weight.device),
+            )
+        return self._constant[1]
 
     def _divisor(self, batch: Batch) -> Tensor | int:
         """What the sum of losses is divided by: the step's weight over all data ranks."""
