@@ -94,7 +94,9 @@ def test_ctrl_c_ends_the_process_with_130_and_leaves_none_behind(tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), "logger=none", "trainer.max_epochs=500"]
     command += ["data.workers=2", "checkpoint.every_n_epochs=null"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
+    # A shell's background jobs, and so what they start, ignore Ctrl-C.
+    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes, **heeds)
     for line in process.stdout:
         if line.startswith("step 10/"):
             break

@@ -236,7 +236,10 @@ class Report:
 
     def _next_commands(self, found: dict, overrides: list[str]) -> list[tuple[str, str]]:
         """What a person types next, with real paths, each on one line to be copied."""
-        commands = [("logs", command) for command in self.loggers.commands()]
+        commands = [
+            ("sync" if " sync " in command else "logs", command)
+            for command in self.loggers.commands()
+        ]
         last = found["checkpoint"]["last"]
         if last is None:
             return commands
