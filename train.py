@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node=2 train.py ...
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -52,7 +53,7 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
     from meshwork.mesh import Layout
     from meshwork.overview import ranks_row, rows_of_plan
     from meshwork.parallel.check import check
-    from meshwork.parallel.engine import parallelize
+    from meshwork.parallel.parallelize import parallelize
     from meshwork.report import Report
     from meshwork.trainer import Job
 
@@ -69,9 +70,10 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
     data = build.build_data(cfg)
     task = build.build_task(cfg, data)
     model = build.build_model(cfg, data)
-    plan = check(cfg, model, layout, device)
+    inputs = partial(build.example_inputs, cfg, data, model, task)
+    plan, split = check(cfg, model, task, layout, device, inputs)
     horizon, options = optim.check(cfg, model, data, plan)
-    rows = rows_of_plan(cfg, layout, plan, model, data, horizon)
+    rows = rows_of_plan(cfg, layout, plan, split, model, data, horizon)
     if cfg.dry_run is not False:
         print(start_table([("dry run", f"{world_size} ranks, nothing started"), *rows]))
         return None
@@ -86,7 +88,7 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         loggers = build.build_loggers(cfg, folder, sweep) if world.is_main else []
         report = Report(cfg, folder, world, loggers, data, model, task)
         world.at_exit.append(report.finish)
-        engine = parallelize(model, task, cfg, layout, plan, world)
+        engine = parallelize(model, task, cfg, layout, plan, split, world)
         optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
         schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
         report.table(

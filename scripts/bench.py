@@ -31,7 +31,7 @@ from meshwork.data.splits import Splits  # noqa: E402
 from meshwork.distributed import World  # noqa: E402
 from meshwork.mesh import Layout  # noqa: E402
 from meshwork.parallel.check import check  # noqa: E402
-from meshwork.parallel.engine import parallelize  # noqa: E402
+from meshwork.parallel.parallelize import parallelize  # noqa: E402
 from meshwork.ranks import Ranks  # noqa: E402
 from meshwork.report import Report  # noqa: E402
 from meshwork.rundir import RunDir  # noqa: E402
@@ -82,10 +82,10 @@ def ours(model: nn.Module, source: DataLoader, cfg: config.Config, folder: Path)
     data = Splits(train=range(10**9), classes=tuple("0123456789"), in_chans=3, image_size=64)
     task = build.build_task(cfg, data)
     layout = Layout()
-    plan = check(cfg, model, layout, world.device)
+    plan, split = check(cfg, model, task, layout, world.device, None)
     horizon, options = optim.check(cfg, model, data, plan)
     run = RunDir(folder, "bench", 1)
-    engine = parallelize(model, task, cfg, layout, plan, world)
+    engine = parallelize(model, task, cfg, layout, plan, split, world)
     optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
     schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
     report = Quiet(cfg, run, world, [], data, model, task)
@@ -101,7 +101,7 @@ def by_hand(model: nn.Module, source: DataLoader, cfg: config.Config, folder: Pa
     """What a researcher writes without a template: the same work, no more."""
     steps = cfg.trainer.max_steps
     data = Splits(train=range(10**9))
-    plan = check(cfg, model, Layout(), torch.device("cpu"))
+    plan, _ = check(cfg, model, None, Layout(), torch.device("cpu"), None)
     _, options = optim.check(cfg, model, data, plan)
     optimizer = optim.build_optimizer(cfg.optimizer, model.named_parameters(), options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: optim.cosine(s / steps))
@@ -185,7 +185,7 @@ def bench_samples(name: str, *overrides: str) -> float:
     task = build.build_task(cfg, data)
     model = build.build_model(cfg, data)
     samples: Samples = build.build_samples(cfg, data.train, data, model, task, True)
-    plan = check(cfg, model, Layout(), torch.device("cpu"))
+    plan, _ = check(cfg, model, task, Layout(), torch.device("cpu"), None)
     n_steps = max(1, min(20, len(samples) // plan.global_batch))
     ratios = []
     for _ in range(ROUNDS):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from meshwork import build, cli, config, distributed, optim
 from meshwork.distributed import World
 from meshwork.mesh import Layout
 from meshwork.parallel.check import check
-from meshwork.parallel.engine import parallelize
+from meshwork.parallel.fsdp import whole
+from meshwork.parallel.parallelize import parallelize
 from meshwork.ranks import Ranks, ranks_from
 from meshwork.rundir import RunDir
 from meshwork.trainer import Job, Position, advance, train_batches
@@ -65,9 +67,10 @@ def job_of(cfg: config.Config, world: World, folder: Path = Path("."), change: A
     model = build.build_model(cfg, data)
     if change is not None:
         change(model)
-    plan = check(cfg, model, layout, world.device)
+    inputs = partial(build.example_inputs, cfg, data, model, task)
+    plan, split = check(cfg, model, task, layout, world.device, inputs)
     horizon, options = optim.check(cfg, model, data, plan)
-    engine = parallelize(model, task, cfg, layout, plan, world)
+    engine = parallelize(model, task, cfg, layout, plan, split, world)
     optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
     schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
     run = RunDir(folder, "test", 1)
@@ -96,22 +99,26 @@ def steps(job: Job, n: int, sync: bool = True) -> dict[str, Any]:
         total = job.world.sum(torch.stack(list(shares.values())).double())
         losses.append(total[0].item())
         parts.append(dict(zip(shares, total.tolist(), strict=True)))
+        fused = job.engine.fused
         gradients = {
-            n: p.grad.clone() for n, p in job.engine.named_parameters() if p.grad is not None
+            n: whole(p.grad, fused.get(n, 1)).clone()
+            for n, p in job.engine.named_parameters()
+            if p.grad is not None
         }
         norms.append(float(job.engine.clip_grad_norm(job.cfg.trainer.clip_grad_norm)))
         job.engine.update(job.optimizer)
         advance(position, batch.total, job)
     if sync:
         job.engine.sync_buffers()
-    module = job.engine.module
+    held = job.engine.parts
+    weights = ((n, whole(p, fused.get(n, 1))) for n, p in job.engine.named_parameters())
     return {
         "losses": losses,
         "norms": norms,
         "parts": parts,
         "gradients": gradients,
-        "weights": {n: p.detach().clone() for n, p in module.named_parameters()},
-        "buffers": {n: b.clone() for n, b in module.named_buffers()},
+        "weights": {n: w.clone() for n, w in weights},
+        "buffers": {n: b.clone() for part in held for n, b in part.named_buffers()},
         "position": position,
     }
 

@@ -1,7 +1,7 @@
 """What a step is made of: `Batch`, the rows a model sees, and `BatchPlan`, who takes which rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class BatchPlan:
 
     global_batch: samples a step. ranks: data ranks. micro: rows a rank holds at once. n_micro:
     micro-batches a rank runs each step. coupled: the model couples samples (BatchNorm), so
-    micro-batches are dealt whole and a rank with one less runs a dummy.
+    micro-batches are dealt whole and a rank with one less runs a dummy. stages: of a pipeline.
     """
 
     global_batch: int
@@ -88,6 +88,35 @@ class BatchPlan:
     micro: int
     n_micro: int
     coupled: bool
+    stages: int = 1
+
+    @classmethod
+    def pipelined(
+        cls, global_batch: int, ranks: int, micro: int | None, coupled: bool, pp: int, stages: int
+    ) -> "BatchPlan":
+        """A plan for `pp` pipeline ranks with `stages` stages in all: at least 4 micro-batches a
+        rank where nothing else is asked for, and a multiple of pp where ranks hold several stages.
+
+        Raises ConfigError where there are fewer micro-batches than stages of a rank's turn.
+        """
+        typed = micro
+        if micro is None:
+            largest = max(1, global_batch // (4 * pp * ranks))
+            sizes = range(largest, 0, -1)
+            micro = next(s for s in sizes if not coupled or global_batch % s == 0)
+        plan = cls.make(global_batch, ranks, micro, coupled)
+        if plan.n_micro < pp:
+            size = max(1, global_batch // (pp * ranks))
+            change = (
+                f"set trainer.micro_batch_size={size} or less" if typed and size < typed else ""
+            )
+            raise ConfigError(
+                f"trainer.global_batch_size={global_batch} over {ranks} data ranks in micro-batches "
+                f"of {plan.micro} gives {plan.n_micro} of them for parallel.pp={pp}: "
+                + (change or f"set trainer.global_batch_size={pp * ranks} or more")
+            )
+        unit = pp if stages > pp else 1
+        return replace(plan, n_micro=-(-plan.n_micro // unit) * unit, stages=stages)
 
     @classmethod
     def make(cls, global_batch: int, ranks: int, micro: int | None, coupled: bool) -> "BatchPlan":
@@ -137,6 +166,11 @@ class BatchPlan:
     def padded(self) -> int:
         """Rows that every rank runs each step, padding included: the shape is constant."""
         return self.micro * self.n_micro
+
+    @property
+    def evaluated(self) -> int:
+        """Rows that a rank evaluates at once: a pipeline keeps to its shapes."""
+        return self.padded if self.stages > 1 else self.micro
 
     def real_micro(self, rank: int, size: int | None = None) -> int:
         """Micro-batches of a step of `size` samples (null: a full one) that hold any of them on a

@@ -179,6 +179,24 @@ def build_samples(cfg: Config, dataset: Any, data: Any, model: Any, task: Any, t
     return Samples(dataset, transform, cfg.seed, train, inputs, cfg.data.on_bad_image)
 
 
+def example_inputs(cfg: Config, data: Any, model: Any, task: Any, rows: int) -> tuple:
+    """What the model is called with: copies of one real sample, on the CPU."""
+    import numpy as np
+    import torch
+
+    from meshwork.data.loader import Step
+
+    sets = (data.train, data.val, data.test, data.predict)
+    dataset = next((s for s in sets if s is not None and len(s)), None)
+    if dataset is None:
+        raise ConfigError("the data has no samples: look at data.root")
+    samples = build_samples(cfg, dataset, data, model, task, train=False)
+    batch = samples[Step(0, 0, np.arange(1), rows, 1)]
+    return batch.to(
+        torch.device("cpu"), torch.float64 if cfg.trainer.precision == "fp64" else None
+    ).inputs
+
+
 def check_logger(cfg: Config) -> None:
     """Refuse, before anything heavy, a logger that could not start."""
     from meshwork import logger

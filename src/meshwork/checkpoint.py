@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwork.config import ConfigError
 from meshwork.data.order import VERSION
 from meshwork.distributed import World
 from meshwork.parallel.engine import Engine
+from meshwork.parallel.fsdp import put, whole
 
 MARKER = "state.json"
 # Plain numbers of an optimizer are saved as tensors; a suffix says what they were: step:int.
@@ -42,15 +44,27 @@ class Position:
 
 def _tensors(engine: Engine, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
     """Everything of this rank to be saved, by flat name."""
-    found = {f"model.{k}": v for k, v in engine.module.state_dict().items() if torch.is_tensor(v)}
+    found = {f"model.{k}": _saved(engine, k, v) for k, v in engine.state_dict().items()}
     for name, values in _optimizer_values(engine, optimizer).items():
         for key, value in values.items():
             kind = "" if torch.is_tensor(value) else f":{type(value).__name__}"
-            found[f"optimizer.{name}.{key}{kind}"] = _as_tensor(value)
+            found[f"optimizer.{name}.{key}{kind}"] = _saved(engine, name, _as_tensor(value))
     found[f"rng.{rank}.cpu"] = torch.get_rng_state()
     if engine.world.device.type == "cuda":
         found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(engine.world.device)
     return found
+
+
+def _saved(engine: Engine, name: str, value: Tensor) -> Tensor:
+    """A tensor as it is saved: in full where its pieces do not lie in the bare model's order."""
+    if value.shape != engine.shapes[name] or not _scattered(engine, name, value):
+        return value
+    return whole(value, engine.fused.get(name, 1))
+
+
+def _scattered(engine: Engine, name: str, value: Tensor) -> bool:
+    strided = any("Strided" in type(p).__name__ for p in getattr(value, "placements", ()))
+    return isinstance(value, DTensor) and (name in engine.fused or strided)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -168,28 +182,30 @@ def load(
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise ConfigError(f"{path / MARKER} cannot be read: {type(e).__name__}: {e}") from e
     entries = entries_of(path)
-    own = {k: v for k, v in engine.module.state_dict().items() if torch.is_tensor(v)}
+    own, shapes = engine.state_dict(), engine.shapes
     saved = {k.removeprefix("model.") for k in entries if k.startswith("model.")}
-    wrong = [f"{k} is missing" for k in own if k not in saved]
-    wrong += [f"{k} is not in this model" for k in saved if k not in own]
+    wrong = [f"{k} is missing" for k in shapes if k not in saved]
+    wrong += [f"{k} is not in this model" for k in saved if k not in shapes]
     wrong += [
-        f"{k} has shape {list(entries[f'model.{k}'].size)}, here {list(v.shape)}"
-        for k, v in own.items()
-        if k in saved and entries[f"model.{k}"].size != v.shape
+        f"{k} has shape {list(entries[f'model.{k}'].size)}, here {list(shape)}"
+        for k, shape in shapes.items()
+        if k in saved and entries[f"model.{k}"].size != shape
     ]
     if wrong:
         raise ConfigError(
             f"{path} does not fit this model: {'; '.join(wrong[:6])} ({len(wrong)} in all): "
             "choose the model it was saved from"
         )
-    tensors = {f"model.{k}": v for k, v in own.items()}
+    tensors = {f"model.{k}": _target(engine, k, v) for k, v in own.items()}
     kept = optimizer is not None and state.get("optimizer") == type(optimizer).__name__
     values = _optimizer_targets(entries, optimizer, engine) if kept else {}
     tensors |= values
     if optimizer is not None:
         tensors |= _rng_targets(entries, world.ranks.rank)
     read_into(path, tensors, world)
-    engine.module.load_state_dict({k: tensors[f"model.{k}"] for k in own}, strict=False)
+    for name, value in own.items():
+        if (read := tensors[f"model.{name}"]) is not value:
+            put(value, read, engine.fused.get(name, 1))
     if optimizer is not None:
         _set_optimizer(values, optimizer, engine)
         _set_rng(tensors, world)
@@ -208,9 +224,20 @@ def _optimizer_targets(
     for key, entry in entries.items():
         parameter = parameters.get(key.removeprefix("optimizer.").rpartition(".")[0])
         if key.startswith("optimizer.") and parameter is not None:
-            device = parameter.device if entry.size == parameter.shape else "cpu"
-            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+            if entry.size == parameter.shape:
+                like = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+                name = key.removeprefix("optimizer.").rpartition(".")[0]
+                found[key] = _target(engine, name, like)
+            else:
+                found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return found
+
+
+def _target(engine: Engine, name: str, value: Tensor) -> Tensor:
+    """What a saved tensor is read into: the tensor itself, or all of it on the CPU."""
+    if not _scattered(engine, name, value):
+        return value
+    return torch.empty(tuple(value.shape), dtype=value.dtype)
 
 
 def _set_optimizer(
@@ -223,6 +250,9 @@ def _set_optimizer(
         name, _, key = full.removeprefix("optimizer.").rpartition(".")
         key, _, kind = key.partition(":")
         parameter = parameters[name]
+        if _scattered(engine, name, parameter) and value.shape == parameter.shape:
+            read, value = value, torch.empty_like(parameter.detach(), dtype=value.dtype)
+            put(value, read, engine.fused.get(name, 1))
         place = groups[parameter] if key.startswith(GROUP) else optimizer.state[parameter]
         place[key.removeprefix(GROUP)] = NUMBERS[kind](value.item()) if kind else value
 

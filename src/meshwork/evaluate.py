@@ -129,10 +129,15 @@ def _keep_worst(
 
 
 def _reduce(totals: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Sum every total over the ranks: one flat float64 tensor."""
-    names = sorted(totals)
-    flat = world.sum(torch.cat([totals[n].reshape(-1).cpu() for n in names]))
-    sizes = [totals[n].numel() for n in names]
+    """Sum every total over the ranks: one flat float64 tensor.
+
+    A rank that counts nothing learns from rank 0 what is summed.
+    """
+    known = world.to_main({n: t.shape for n, t in totals.items()})
+    shapes = world.from_main({n: s for one in known for n, s in one.items()} if known else None)
+    parts = [totals.get(n, torch.zeros(s, dtype=torch.float64)) for n, s in shapes.items()]
+    flat = world.sum(torch.cat([p.reshape(-1).cpu() for p in parts]))
+    sizes = [p.numel() for p in parts]
     return {
-        n: part.reshape(totals[n].shape) for n, part in zip(names, flat.split(sizes), strict=True)
+        n: part.reshape(s) for (n, s), part in zip(shapes.items(), flat.split(sizes), strict=True)
     }

@@ -1,6 +1,7 @@
 """The layout of a job: four degrees whose product is the number of ranks."""
 
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from meshwork.config import ConfigError, Parallel
 
@@ -41,6 +42,8 @@ class Layout:
                 if fill
                 else f"start {product} processes"
             )
+            command = f"torchrun --standalone --nproc-per-node={product} train.py"
+            start = f"type {command} ..." if world_size == 1 else start
             raise ConfigError(
                 f"WORLD_SIZE={world_size} cannot be split as {shown} (= {product}): {start}, "
                 "or change these degrees of parallel"
@@ -55,6 +58,27 @@ class Layout:
     def data_rank(self, rank: int) -> int:
         """Data-parallel coordinate of a rank: ranks that share it see the same samples."""
         return rank // self.tp % self.data_ranks
+
+    def pp_rank(self, rank: int) -> int:
+        """Pipeline coordinate of a rank."""
+        return rank // (self.tp * self.data_ranks)
+
+    def tp_rank(self, rank: int) -> int:
+        """Tensor-parallel coordinate of a rank: ranks that share the other ones split weights."""
+        return rank % self.tp
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP2 is at work: DDP serves where dp_replicate is the only degree above 1."""
+        return self.dp_shard > 1 or (self.dp_replicate > 1 and self.tp * self.pp > 1)
+
+    def mesh(self, device_type: str) -> Any:
+        """The ranks as a DeviceMesh with named axes; a collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        names = ("pp", "dp_replicate", "dp_shard", "tp")
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
     def __str__(self) -> str:
         parts = [f"{axis} {n}" for axis, n in zip(AXES, astuple(self), strict=True) if n > 1]

@@ -44,7 +44,7 @@ def predict_all(job: Job) -> Outcome:
     """predictions.csv for data.predict_root, else the test set, else the validation set."""
     dataset = next(d for d in (job.data.predict, job.data.test, job.data.val) if d is not None)
     outcome = _weights(job)
-    steps = eval_steps(len(dataset), job.plan.micro, job.engine.data_rank, job.plan.ranks)
+    steps = eval_steps(len(dataset), job.plan.evaluated, job.engine.data_rank, job.plan.ranks)
     batches = trainer.evaluation_set(job, dataset)
     parts = (steps, dataset, job.data.classes, job.world, job.run.path)
     with trainer.explained():

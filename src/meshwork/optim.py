@@ -54,13 +54,14 @@ def build_optimizer(
 
     Raises ConfigError for values that the optimizer refuses.
     """
-    groups: dict[tuple[float, float], list] = {}
+    groups: dict[tuple, list] = {}
     for name, parameter in parameters:
-        if name in options:
-            groups.setdefault(options[name], []).append(parameter)
+        if name in options:  # tensors of two meshes do not go through one operation
+            key = (*options[name], getattr(parameter, "device_mesh", None))
+            groups.setdefault(key, []).append(parameter)
     dicts = [
         {"params": params, "weight_decay": decay, "lr": cfg.lr * scale}
-        for (decay, scale), params in groups.items()
+        for (decay, scale, _), params in groups.items()
     ]
     offered = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "name": cfg.name}
     try:

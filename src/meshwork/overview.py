@@ -30,7 +30,13 @@ def ranks_row(world: World) -> str:
 
 
 def rows_of_plan(
-    cfg: Config, layout: Layout, plan: BatchPlan, model: Any, data: Any, horizon: Horizon | None
+    cfg: Config,
+    layout: Layout,
+    plan: BatchPlan,
+    split: Any,
+    model: Any,
+    data: Any,
+    horizon: Horizon | None,
 ) -> list[tuple[str, str]]:
     """Rows of the start table that are known before any rank starts."""
     parameters = list(model.parameters())

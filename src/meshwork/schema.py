@@ -120,6 +120,12 @@ class Parallel:
     dp_shard: int
     tp: int
     pp: int
+    schedule: str
+    stages: Optional[list[str]]
+    reshard_after_forward: Optional[bool]
+    activation_checkpointing: str
+    compile: bool
+    param_dtype: str
     find_unused_parameters: bool
 
 
@@ -194,6 +200,15 @@ CHOICES = {
     "data.on_bad_image": ("raise", "skip"),
     "trainer.precision": ("fp32", "bf16", "fp16", "fp64"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
+    "parallel.schedule": (
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+    ),
+    "parallel.activation_checkpointing": ("none", "full"),
+    "parallel.param_dtype": ("fp32", "bf16"),
     "logger.mode": ("auto", "online", "offline", "disabled"),
     "objective.mode": ("max", "min"),
 }

@@ -21,6 +21,7 @@ from meshwork.memory import out_of_memory
 from meshwork.meter import Meter
 from meshwork.optim import Horizon, Schedule
 from meshwork.parallel.engine import Engine
+from meshwork.parallel.fsdp import local
 from meshwork.report import Report
 from meshwork.rundir import RunDir
 
@@ -195,7 +196,7 @@ def evaluation_set(job: Job, dataset: Any) -> Any:
     samples = build.build_samples(
         cfg, dataset, job.data, job.engine.module, job.engine.task, train=False
     )
-    steps = eval_steps(len(samples), job.plan.micro, job.engine.data_rank, job.plan.ranks)
+    steps = eval_steps(len(samples), job.plan.evaluated, job.engine.data_rank, job.plan.ranks)
     return loader(samples, steps, cfg.data.workers, job.world.device, cfg.runtime.timeout_s)
 
 
@@ -229,7 +230,7 @@ def better(job: Job, result: Result, outcome: Outcome) -> dict[str, float]:
 
 def save(job: Job, meter: Meter, outcome: Outcome) -> None:
     """Save a checkpoint, after asking all ranks whether every weight is finite."""
-    weights = [p.detach() for _, p in job.engine.named_parameters()]
+    weights = [local(p.detach()) for _, p in job.engine.named_parameters()]
     values = [v.cpu().double() for v in meter.shares.values()]
     values.append(torch.stack(torch._foreach_norm(weights)).cpu().double().sum())
     if not bool(torch.isfinite(job.world.sum(torch.stack(values).sum()))):

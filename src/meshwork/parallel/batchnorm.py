@@ -46,7 +46,7 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module):
         self.norms = [m for m in trained_norms(model) if list(m.buffers(recurse=False))]
-        self.skip = False
+        self.skip = False  # a dummy micro-batch, or one that is computed again
         self._start: dict[nn.Module, list[Tensor]] = {}
         self._sum: dict[nn.Module, list[Tensor]] = {}
         self._calls: dict[nn.Module, int] = {}
@@ -99,8 +99,13 @@ def _averaged(norm: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def average_statistics(model: nn.Module, ranks: int, group: dist.ProcessGroup | None) -> None:
-    """Average running statistics over data ranks: exact, since their update is linear."""
+def average_statistics(model: nn.Module, ranks: int, groups: list) -> None:
+    """Average running statistics over data ranks: exact, since their update is linear.
+
+    groups: process groups that together span the data ranks.
+    """
     for norm in trained_norms(model):
         for buffer in _averaged(norm):
-            dist.all_reduce(buffer.div_(ranks), group=group)
+            buffer.div_(ranks)
+            for group in groups:
+                dist.all_reduce(buffer, group=group)

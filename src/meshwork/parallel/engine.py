@@ -1,12 +1,12 @@
 """The engine: what the loop sees of a model, the same in every layout."""
 
-import os
-from collections.abc import Collection, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwork.batch import Batch, BatchPlan
@@ -19,44 +19,58 @@ from meshwork.parallel.batchnorm import (
     batch_norms,
     is_frozen,
 )
+from meshwork.parallel.fsdp import local, total_norm
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Engine:
-    """A model on its ranks.
+def autocast_of(precision: str, device_type: str) -> Callable:
+    """A context for forward and loss."""
+    if precision not in AUTOCAST:
+        return nullcontext
+    return lambda: torch.autocast(device_type, AUTOCAST[precision])
 
-    module: the bare model, on the device. parts: the modules this rank holds. counts: true on
-    exactly one rank for each sample. data_rank: data-parallel coordinate of this rank.
+
+class Engine:
+    """A model on its ranks, whole or in stages.
+
+    parts: the modules this rank holds, under the bare model's names. module: the only part, or all
+    in a list. wrapped: what is called in training. counts: true on exactly one rank for each
+    sample. data_rank: data-parallel coordinate of this rank. shapes: of the bare model's state.
+    fused: groups of parameters whose rows lie rank by rank. mesh: None where only DDP is at work.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parts: list[nn.Module],
         wrapped: nn.Module,
         task: object,
-        plan: BatchPlan,
-        data_rank: int,
-        world: World,
         cfg: Config,
+        layout: Layout,
+        plan: BatchPlan,
+        world: World,
+        mesh: DeviceMesh | None = None,
     ):
-        self.module, self.wrapped, self.task = module, wrapped, task
-        self.parts = [module]
-        self.plan, self.data_rank, self.world = plan, data_rank, world
-        self.counts = True
+        self.parts, self.wrapped, self.task = parts, wrapped, task
+        self.module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+        self.plan, self.world, self.mesh = plan, world, mesh
+        rank = world.ranks.rank
+        self.data_rank = layout.data_rank(rank)
+        self.counts = layout.tp_rank(rank) == 0
+        axes = [a for a in ("dp_replicate", "dp_shard") if getattr(layout, a) > 1]
+        self.data_groups = [mesh.get_group(a) for a in axes] if mesh else [None] * bool(axes)
+        self.shapes = {k: v.shape for k, v in _tensors(parts).items()}
+        self.fused: dict[str, int] = {}
         precision, kind = cfg.trainer.precision, world.device.type
         self.dtype = torch.float64 if precision == "fp64" else None
-        self.autocast = (
-            (lambda: torch.autocast(kind, AUTOCAST[precision]))
-            if precision in AUTOCAST
-            else nullcontext
-        )
+        self.autocast = autocast_of(precision, kind)
         self.scaler = torch.amp.GradScaler(kind, enabled=True) if precision == "fp16" else None
-        self._frozen_norms = [m for m in batch_norms(module) if is_frozen(m)]
+        self._frozen_norms = [m for m in batch_norms(self.module) if is_frozen(m)]
         self._no_sync = getattr(wrapped, "no_sync", nullcontext)
         # With one micro-batch a rank in every step BatchNorm's own update is the right one.
-        plain = plan.n_micro == 1 and cfg.data.drop_last
-        self._statistics = RunningStatistics(module) if plan.coupled and not plain else None
+        once = cfg.parallel.activation_checkpointing == "none"
+        plain = plan.n_micro == 1 and cfg.data.drop_last and once
+        self._statistics = RunningStatistics(self.module) if plan.coupled and not plain else None
         self._grads_checked = cfg.parallel.find_unused_parameters
         self._constant: tuple = (None, None)
 
@@ -65,10 +79,31 @@ class Engine:
         self.wrapped.train(mode)
         for norm in self._frozen_norms:
             norm.eval()
+        if mode:
+            for module in self.module.modules():  # what an evaluation has gathered
+                getattr(module, "reshard", int)()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank under the names of the bare model."""
-        return self.module.named_parameters()
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors of this rank under the names of the bare model; what is split are DTensors."""
+        return _tensors(self.parts)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Around a forward that is run again in the backward: it counts for no statistics."""
+        statistics = self._statistics
+        if statistics is None:
+            yield
+            return
+        before, statistics.skip = statistics.skip, True
+        try:
+            yield
+        finally:
+            statistics.skip = before
 
     def step(self, batch: Batch) -> dict[str, Tensor]:
         """Forward and backward over the micro-batches of one optimizer step.
@@ -80,9 +115,20 @@ class Engine:
         """
         divisor = self._divisor(batch)
         micro_batches = batch.split(self.plan.micro)
-        last, shares = len(micro_batches) - 1, None
+        n_real = self._real_micro(batch)
+        shares = self._run(micro_batches, n_real, divisor)
         if self._statistics is not None:
-            n_real = self.plan.real_micro(self.data_rank, batch.total)
+            self._statistics.commit(n_real * self.plan.ranks * self.plan.micro / batch.total)
+        if not self._grads_checked:
+            self._check_gradients()
+        return shares if self.counts else {k: v * 0 for k, v in shares.items()}
+
+    def _real_micro(self, batch: Batch) -> int:
+        """Micro-batches that are no dummies, where statistics of them are kept."""
+        return 0 if self._statistics is None else self.plan.real_micro(self.data_rank, batch.total)
+
+    def _run(self, micro_batches: list[Batch], n_real: int, divisor: Tensor | int) -> dict:
+        last, shares = len(micro_batches) - 1, None
         for i, micro in enumerate(micro_batches):
             with nullcontext() if i == last else self._no_sync():
                 if self._statistics is not None:
@@ -91,16 +137,15 @@ class Engine:
                     loss, parts = self._loss(self.wrapped(*micro.inputs), micro)
                 gradient = self._gradient(micro, divisor, loss.dtype)
                 loss.backward(gradient if self.scaler is None else self.scaler.scale(gradient))
-            found = {
-                name: masked_sum(value.detach(), micro.weight, batch.uniform) / divisor
-                for name, value in {"loss": loss, **parts}.items()
-            }
+            found = self._shares(loss, parts, micro, divisor)
             shares = found if shares is None else {k: shares[k] + v for k, v in found.items()}
-        if self._statistics is not None:
-            self._statistics.commit(n_real * self.plan.ranks * self.plan.micro / batch.total)
-        if not self._grads_checked:
-            self._check_gradients()
         return shares
+
+    def _shares(self, loss: Tensor, parts: dict, batch: Batch, divisor: Tensor | int) -> dict:
+        return {
+            name: masked_sum(value.detach(), batch.weight, batch.uniform) / divisor
+            for name, value in {"loss": loss, **parts}.items()
+        }
 
     def _gradient(self, batch: Batch, divisor: Tensor | int, dtype: torch.dtype) -> Tensor:
         """The mean's gradient by each sample's loss; the wrapper averages over data ranks."""
@@ -121,8 +166,8 @@ class Engine:
             return batch.total
         total = masked_sum(self.task.weight(batch), batch.weight, batch.uniform)
         total = total.to(batch.weight.dtype)
-        if self.plan.ranks > 1:
-            dist.all_reduce(total)
+        for group in self.data_groups:
+            dist.all_reduce(total, group=group)
         return torch.where(total > 0, total, 1)  # a step in which nothing counts changes nothing
 
     def _loss(self, output: object, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -154,10 +199,14 @@ class Engine:
         largest: scale gradients down to this norm; None leaves them. A norm that is not finite
         scales to nan, on all ranks alike.
         """
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        if largest is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+        gradients = [p.grad for _, p in self.named_parameters() if p.grad is not None]
+        if self.mesh is None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = total_norm(gradients, self.mesh, self.world.device)
+        if largest is not None and gradients:
+            factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local(g) for g in gradients], factor.to(gradients[0].dtype))
         return norm
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -183,7 +232,7 @@ class Engine:
     def sync_buffers(self) -> None:
         """Average BatchNorm's running statistics over data ranks; before validation and saving."""
         if self.plan.coupled and self.plan.ranks > 1:
-            average_statistics(self.module, self.plan.ranks, None)
+            average_statistics(self.module, self.plan.ranks, self.data_groups)
 
 
 def masked_sum(values: Tensor, weight: Tensor, uniform: bool) -> Tensor:
@@ -206,37 +255,5 @@ def common_prefixes(some: Collection[str], names: Collection[str]) -> list[str]:
     return list(found)
 
 
-def parallelize(
-    model: nn.Module, task: object, cfg: Config, layout: Layout, plan: BatchPlan, world: World
-) -> Engine:
-    """Put the model on its ranks: move it, wrap it, and seed what is drawn during training.
-
-    Dropout differs between data ranks and repeats for the same seed and layout.
-    """
-    _set_torch(cfg)
-    model = model.to(world.device)
-    wrapped = model
-    if layout.data_ranks > 1:
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[world.device] if world.device.type == "cuda" else None,
-            forward_sync_buffers=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=cfg.parallel.find_unused_parameters,
-        )
-    data_rank = layout.data_rank(world.ranks.rank)
-    torch.manual_seed((cfg.seed * 1_000_003 + 1 + data_rank) % 2**63)
-    engine = Engine(model, wrapped, task, plan, data_rank, world, cfg)
-    for helper in getattr(task, "helpers", {}).values():
-        helper.to(world.device, engine.dtype).eval().requires_grad_(False)
-    return engine
-
-
-def _set_torch(cfg: Config) -> None:
-    """Settings of the process; each run sets all of them, since a sweep may run several in one."""
-    t = cfg.trainer
-    torch.set_float32_matmul_precision(t.matmul_precision)
-    torch.autograd.set_detect_anomaly(t.detect_anomaly)
-    if t.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it
-    torch.use_deterministic_algorithms(t.deterministic)
+def _tensors(parts: list[nn.Module]) -> dict[str, Tensor]:
+    return {k: v for part in parts for k, v in part.state_dict().items() if torch.is_tensor(v)}

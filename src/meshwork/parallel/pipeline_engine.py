@@ -1,0 +1,117 @@
+"""The engine of a pipeline: torch's schedules over the stages that this rank holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from meshwork.batch import Batch, map_tensors
+from meshwork.mesh import Layout
+from meshwork.parallel.engine import Engine
+from meshwork.parallel.pipeline import STAGES_PER_RANK, Stage, StagePlan
+
+
+class PipelineEngine(Engine):
+    """A model in stages; the loss is computed where the last one is."""
+
+    def connect(self, stages: StagePlan, layout: Layout) -> None:
+        """Make torch's stages and schedule; called once the parts are as they stay."""
+        n, device, group = len(stages.work), self.world.device, self.mesh.get_group("pp")
+        self.n_pp, self.pp_group = layout.pp, group
+        self.last_rank = dist.get_global_rank(group, stages.rank_of(n - 1, layout.pp))
+        self.counts = self.counts and any(p.last for p in self.parts)
+        self.first = any(p.number == 0 for p in self.parts)
+        self._names: list[str] | None = None
+        made = []
+        for part in self.parts:
+            ins, outs = part.metas[True]
+            args = {"input_args": _metas(ins), "output_args": _metas(outs)}
+            part.register_forward_pre_hook(self._begin_micro)
+            part.forwards = {k: self._cast(f) for k, f in part.forwards.items()}
+            made.append(PipelineStage(part, part.number, n, device, group=group, **args))
+        name = stages.schedule
+        kind = getattr(schedules, f"Schedule{name}")
+        single = STAGES_PER_RANK[name] == 1
+        given = {"loss_fn": self._loss_of, "scale_grads": False}
+        self.schedule = kind(made[0] if single else made, self.plan.n_micro, **given)
+
+    def _cast(self, forward: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            with self.autocast():
+                return forward(*args)
+
+        return run
+
+    def _begin_micro(self, part: Stage, _: tuple) -> None:
+        """Micro-batches reach each stage in order: the dummies come last."""
+        if part.training and self._statistics is not None:
+            self._statistics.skip = self._done.get(part, 0) >= self._n_real
+            self._done[part] = self._done.get(part, 0) + 1
+
+    def train(self, mode: bool = True) -> None:
+        for part in self.parts[1:]:
+            part.train(mode)
+        super().train(mode)
+
+    def _run(self, micro_batches: list[Batch], n_real: int, divisor: Tensor | int) -> dict:
+        self._n_real, self._done = n_real, {}
+        self._divisor_now, self._found = divisor, []
+        self.schedule.step(
+            arg_mbs=[m.inputs for m in micro_batches] if self.first else None,
+            target_mbs=micro_batches,
+        )
+        if self._names is None:
+            self._names = self._agree(list(self._found[0]) if self._found else None)
+        if not self._found:
+            zero = torch.zeros((), dtype=self.dtype, device=self.world.device)
+            return dict.fromkeys(self._names, zero)
+        return {k: torch.stack([f[k] for f in self._found]).sum() for k in self._found[0]}
+
+    def _agree(self, names: list[str] | None) -> list[str]:
+        """The names of the loss's parts, which only the last stage knows."""
+        box = [names]
+        dist.broadcast_object_list(box, self.last_rank, group=self.pp_group)
+        return box[0]
+
+    def _loss_of(self, output: Any, batch: Batch) -> Tensor:
+        """What the schedule goes back from; in evaluation only the output is kept."""
+        if not self.parts[-1].training:
+            self._found.append(output)
+            return torch.zeros(())
+        with self.autocast():
+            loss, parts = self._loss(output, batch)
+        self._found.append(self._shares(loss, parts, batch, self._divisor_now))
+        gradient = self._gradient(batch, self._divisor_now, loss.dtype)
+        return torch.where(batch.weight > 0, loss * gradient, 0).sum()
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> object:
+        """Output of the model where the last stage is, elsewhere None."""
+        micro_batches = batch.split(self.plan.micro)
+        self._found = []
+        self.schedule.eval(
+            arg_mbs=[m.inputs for m in micro_batches] if self.first else None,
+            target_mbs=micro_batches,
+        )
+        return _joined(self._found) if self._found else None
+
+
+def _metas(values: list[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors on the meta device of these shapes, contiguous as a cut makes them."""
+    return tuple(
+        torch.empty(tuple(v.shape), dtype=v.dtype, device="meta", requires_grad=v.requires_grad)
+        for v in values
+    )
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Outputs of micro-batches as one of the whole batch."""
+    others = iter([torch.utils._pytree.tree_leaves(o) for o in outputs[1:]])
+    if len(outputs) == 1:
+        return outputs[0]
+    rest = list(zip(*others, strict=True))
+    pieces = iter(rest)
+    return map_tensors(lambda t: torch.cat([t, *next(pieces)]), outputs[0])
