@@ -113,10 +113,10 @@ def test_the_start_table_says_what_batchnorm_is_tied_to() -> None:
         plan = BatchPlan.make(64, 8, micro, True)
         from meshwork.data import Splits
         from meshwork.optim import Horizon
+        from meshwork.parallel.check import Split
 
-        return dict(rows_of_plan(cfg, layout, plan, net, Splits(range(640)), Horizon(10, 10)))[
-            "batch"
-        ]
+        data, horizon = Splits(range(640)), Horizon(10, 10)
+        return dict(rows_of_plan(cfg, layout, plan, Split(), net, data, horizon))["batch"]
 
     assert batch_row(None).splitlines() == [
         "64 = 8 ranks x 1 micro-batches x 8",

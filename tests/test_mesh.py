@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import fields
 
 import pytest
 from jobs import composed
@@ -12,7 +13,8 @@ from meshwork.schema import Parallel
 
 
 def asked(*degrees: int) -> Parallel:
-    return Parallel(*degrees, find_unused_parameters=False)
+    rest = dict.fromkeys(f.name for f in fields(Parallel)[4:])
+    return Parallel(*degrees, **rest)
 
 
 def test_every_product_that_is_the_world_size_resolves() -> None:

@@ -111,8 +111,8 @@ class BatchPlan:
                 f"set trainer.micro_batch_size={size} or less" if typed and size < typed else ""
             )
             raise ConfigError(
-                f"trainer.global_batch_size={global_batch} over {ranks} data ranks in micro-batches "
-                f"of {plan.micro} gives {plan.n_micro} of them for parallel.pp={pp}: "
+                f"trainer.global_batch_size={global_batch} over {ranks} data ranks in "
+                f"micro-batches of {plan.micro} gives {plan.n_micro} of them for parallel.pp={pp}: "
                 + (change or f"set trainer.global_batch_size={pp * ranks} or more")
             )
         unit = pp if stages > pp else 1

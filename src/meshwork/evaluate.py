@@ -134,7 +134,9 @@ def _reduce(totals: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     A rank that counts nothing learns from rank 0 what is summed.
     """
     known = world.to_main({n: t.shape for n, t in totals.items()})
-    shapes = world.from_main({n: s for one in known for n, s in one.items()} if known else None)
+    shapes = world.from_main(
+        {n: s for one in known for n, s in sorted(one.items())} if known else None
+    )
     parts = [totals.get(n, torch.zeros(s, dtype=torch.float64)) for n, s in shapes.items()]
     flat = world.sum(torch.cat([p.reshape(-1).cpu() for p in parts]))
     sizes = [p.numel() for p in parts]

@@ -47,7 +47,7 @@ class RunningStatistics:
     def __init__(self, model: nn.Module):
         self.norms = [m for m in trained_norms(model) if list(m.buffers(recurse=False))]
         self.skip = False  # a dummy micro-batch, or one that is computed again
-        self._start: dict[nn.Module, list[Tensor]] = {}
+        self._start: dict[nn.Module, dict[str, Tensor]] = {}
         self._sum: dict[nn.Module, list[Tensor]] = {}
         self._calls: dict[nn.Module, int] = {}
         for norm in self.norms:
@@ -56,14 +56,14 @@ class RunningStatistics:
 
     @torch.no_grad()
     def _restore(self, norm: nn.Module, _: tuple) -> None:
+        """Each forward gets copies: a pipeline goes back through earlier ones later."""
         if not norm.training:
             return
         if norm not in self._start:
-            self._start[norm] = [b.clone() for b in norm.buffers(recurse=False)]
+            self._start[norm] = {k: b for k, b in norm._buffers.items() if b is not None}
             self._sum[norm] = [torch.zeros_like(b) for b in _averaged(norm)]
             self._calls[norm] = 0
-        for buffer, start in zip(norm.buffers(recurse=False), self._start[norm], strict=True):
-            buffer.copy_(start)
+        norm._buffers.update({k: b.clone() for k, b in self._start[norm].items()})
 
     @torch.no_grad()
     def _collect(self, norm: nn.Module, *_: object) -> None:
@@ -81,9 +81,13 @@ class RunningStatistics:
         for norm, start in self._start.items():
             kept = (1 - share) * (1 - _momentum(norm))
             n = max(self._calls[norm], 1)
-            olds = [b for b in start if b.is_floating_point()]
-            for buffer, old, total in zip(_averaged(norm), olds, self._sum[norm], strict=True):
-                buffer.copy_(kept * old + share / n * total)
+            totals = iter(self._sum[norm])
+            for name, buffer in start.items():
+                if buffer.is_floating_point():
+                    buffer.copy_(kept * buffer + share / n * next(totals))
+                else:
+                    buffer.copy_(norm._buffers[name])
+                norm._buffers[name] = buffer
         self._start, self._sum, self._calls = {}, {}, {}
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.utils._pytree import tree_leaves
 
 from meshwork.batch import Batch, map_tensors
 from meshwork.mesh import Layout
@@ -20,8 +21,9 @@ class PipelineEngine(Engine):
     def connect(self, stages: StagePlan, layout: Layout) -> None:
         """Make torch's stages and schedule; called once the parts are as they stay."""
         n, device, group = len(stages.work), self.world.device, self.mesh.get_group("pp")
-        self.n_pp, self.pp_group = layout.pp, group
-        self.last_rank = dist.get_global_rank(group, stages.rank_of(n - 1, layout.pp))
+        self.pp_group = group
+        ranks = (stages.rank_of(i, layout.pp) for i in range(n))
+        self.holder = [dist.get_global_rank(group, r) for r in ranks]  # of each stage
         self.counts = self.counts and any(p.last for p in self.parts)
         self.first = any(p.number == 0 for p in self.parts)
         self._names: list[str] | None = None
@@ -73,14 +75,11 @@ class PipelineEngine(Engine):
     def _agree(self, names: list[str] | None) -> list[str]:
         """The names of the loss's parts, which only the last stage knows."""
         box = [names]
-        dist.broadcast_object_list(box, self.last_rank, group=self.pp_group)
+        dist.broadcast_object_list(box, self.holder[-1], group=self.pp_group)
         return box[0]
 
     def _loss_of(self, output: Any, batch: Batch) -> Tensor:
-        """What the schedule goes back from; in evaluation only the output is kept."""
-        if not self.parts[-1].training:
-            self._found.append(output)
-            return torch.zeros(())
+        """What the schedule goes back from."""
         with self.autocast():
             loss, parts = self._loss(output, batch)
         self._found.append(self._shares(loss, parts, batch, self._divisor_now))
@@ -89,14 +88,34 @@ class PipelineEngine(Engine):
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> object:
-        """Output of the model where the last stage is, elsewhere None."""
-        micro_batches = batch.split(self.plan.micro)
-        self._found = []
-        self.schedule.eval(
-            arg_mbs=[m.inputs for m in micro_batches] if self.first else None,
-            target_mbs=micro_batches,
-        )
-        return _joined(self._found) if self._found else None
+        """Output of the model where the last stage is, elsewhere None.
+
+        Forward alone, stage after stage, each over all micro-batches: what torch's schedules do in
+        evaluation, and for those whose stages lie there and back as well.
+        """
+        passed: list[Any] = [m.inputs for m in batch.split(self.plan.micro)]
+        sends = []
+        for part in self.parts:
+            n, me = part.number, self.world.ranks.rank
+            remote = n > 0 and self.holder[n - 1] != me
+            outputs = []
+            for inputs in passed:
+                out = part(*(self._received(part) if remote else inputs))
+                if not part.last and self.holder[n + 1] != me:
+                    to = {"dst": self.holder[n + 1], "group": self.pp_group}
+                    sends += [(dist.isend(t, **to), t) for t in out]
+                outputs.append(out)
+            passed = outputs
+        for handle, _ in sends:
+            handle.wait()
+        return _joined(passed) if self.parts[-1].last else None
+
+    def _received(self, part: Stage) -> list[Tensor]:
+        ins = part.metas[False][0]
+        values = [torch.empty(tuple(v.shape), dtype=v.dtype, device=self.world.device) for v in ins]
+        for value in values:
+            dist.recv(value, src=self.holder[part.number - 1], group=self.pp_group)
+        return values
 
 
 def _metas(values: list[Tensor]) -> tuple[Tensor, ...]:
@@ -109,9 +128,5 @@ def _metas(values: list[Tensor]) -> tuple[Tensor, ...]:
 
 def _joined(outputs: list[Any]) -> Any:
     """Outputs of micro-batches as one of the whole batch."""
-    others = iter([torch.utils._pytree.tree_leaves(o) for o in outputs[1:]])
-    if len(outputs) == 1:
-        return outputs[0]
-    rest = list(zip(*others, strict=True))
-    pieces = iter(rest)
-    return map_tensors(lambda t: torch.cat([t, *next(pieces)]), outputs[0])
+    pieces = zip(*(tree_leaves(o) for o in outputs), strict=True)
+    return map_tensors(lambda _: torch.cat(next(pieces)), outputs[0])

@@ -129,6 +129,8 @@ def trace(
     before = {m: m.training for m in model.modules()}
     buffers = {m: dict(m._buffers) for m in model.modules()}
     model.train(training)
+    for module, own in buffers.items():  # counters of one number would count
+        module._buffers.update({k: b if b is None else b.clone() for k, b in own.items()})
     try:
         with torch.set_grad_enabled(True):
             graph = _Tracer(into, inputs, autocast).trace(model)
