@@ -52,6 +52,10 @@ def timm_model(
         model = from_hub(lambda: _create(name, given, pretrained=True), name, timeout_s)
     else:
         model = _create(name, given)
+    if not drop_path_rate:
+        for module in model.modules():  # some architectures have a rate of their own
+            if isinstance(module, timm.layers.DropPath):
+                module.drop_prob = 0.0
     _check_classifier(model, name)
     if img_size is not None:
         _check_output(model, name, (in_chans, img_size, img_size), num_classes)

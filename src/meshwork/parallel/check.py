@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,8 @@ from meshwork.mesh import Layout
 from meshwork.parallel.batchnorm import couples_samples
 from meshwork.parallel.engine import autocast_of
 from meshwork.parallel.pipeline import SPLIT_BACKWARD, STAGES_PER_RANK, StagePlan, stage_plan
-from meshwork.parallel.units import alone, called, units
+from meshwork.parallel.tensor import TensorPlan, tensor_plan
+from meshwork.parallel.units import alone, called, stepped_into, units
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 
@@ -24,7 +24,7 @@ class Split:
 
     units: tuple[str, ...] = ()
     stages: StagePlan | None = None
-    tensor: Any = None
+    tensor: TensorPlan | None = None
 
 
 def check(
@@ -57,15 +57,13 @@ def check(
             f"{layout.pp} and {plan.n_micro} micro-batches a rank would cut: set parallel.pp=1 and "
             "trainer.micro_batch_size=null"
         )
-    tensor = None
-    if layout.tp > 1:
-        from meshwork.parallel.tensor import tensor_plan
-
-        tensor = tensor_plan(model, inputs(2), layout.tp)
+    apart = stepped_into(model) if layout.pp > 1 else ()
+    tensor = tensor_plan(model, inputs(2), layout.tp, apart) if layout.tp > 1 else None
     stages = None
     if layout.pp > 1:
         autocast = autocast_of(t.precision, "cpu")
-        stages = stage_plan(model, inputs(plan.micro), n_stages, p.schedule, p.stages, autocast)
+        given = inputs(plan.micro), n_stages, p.schedule, p.stages, autocast
+        stages = stage_plan(model, *given, keep=[r.name for r in tensor.regions] if tensor else ())
     recomputes = p.activation_checkpointing != "none" or p.compile
     names = _units(model, inputs) if stages is None and (layout.shards or recomputes) else ()
     return plan, Split(names, stages, tensor)

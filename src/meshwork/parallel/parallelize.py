@@ -17,6 +17,7 @@ from meshwork.parallel.engine import Engine
 from meshwork.parallel.fsdp import shard
 from meshwork.parallel.pipeline import SPLIT_BACKWARD, Stage
 from meshwork.parallel.pipeline_engine import PipelineEngine
+from meshwork.parallel.tensor import split
 from meshwork.parallel.units import compile_unit, recompute
 
 
@@ -49,8 +50,6 @@ def parallelize(
     parts = [part.to(world.device) for part in parts]
     fused = {}
     if split_up.tensor is not None:
-        from meshwork.parallel.tensor import split
-
         for part in parts:
             fused |= split(part, split_up.tensor, mesh["tp"])
     wrapped = parts[0]

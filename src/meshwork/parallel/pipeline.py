@@ -1,6 +1,6 @@
 """Pipeline parallelism: where a model is cut, what crosses a cut, and the stages between cuts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -160,14 +160,16 @@ def stage_plan(
     schedule: str,
     asked: list[str] | None = None,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    keep: Collection[str] = (),
 ) -> StagePlan:
     """Cut a model into stages of balanced work, with few bytes between them.
 
     inputs: of one micro-batch. asked: names of the modules that start a stage (but the first).
+    keep: names of modules that are not taken apart.
     Raises ConfigError where the model cannot be traced or has too few places to cut.
     """
     kind, into = type(model).__name__, set(stepped_into(model))
-    tried: set[str] = set()
+    tried = set(keep)
     found = None
     while True:
         try:
@@ -186,7 +188,7 @@ def stage_plan(
             found = (*best, cuts, places, frozenset(into))
         largest = _too_large(model, cuts[0], tried, n_stages)
         enough = found is not None and found[0] < 1.1 / n_stages
-        if asked is not None or enough or largest is None or len(tried) >= REFINE:
+        if asked is not None or enough or largest is None or len(tried - set(keep)) >= REFINE:
             break
         tried.add(largest)
         into.add(largest)

@@ -5,7 +5,7 @@ last one, each rank with its own columns, whose outputs are summed over the rank
 gives the module's output is not read from its code but tried on numbers before anything starts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,13 +60,17 @@ class _Seen:
 # ---- what can be split ---------------------------------------------------------------------------
 
 
-def tensor_plan(model: nn.Module, inputs: tuple[Tensor, ...], tp: int) -> TensorPlan:
+def tensor_plan(
+    model: nn.Module, inputs: tuple[Tensor, ...], tp: int, apart: Collection[str] = ()
+) -> TensorPlan:
     """The regions of a model; raises ConfigError where tp does not divide them, or there are none.
 
-    inputs: example inputs on the CPU. The model is left as it was.
+    inputs: example inputs on the CPU. apart: modules that a pipeline takes apart. The model is left
+    as it was.
     """
     kind = type(model).__name__
     seen = _watch(model, inputs)
+    seen = {n: s for n, s in seen.items() if n not in apart}
     candidates = [c for name in seen for c in _candidates(model, name)]
     regions: list[Region] = []
     proved: dict[tuple, Region | None] = {}
