@@ -8,7 +8,10 @@ from meshwork.batch import BatchPlan
 from meshwork.config import Config
 from meshwork.distributed import World
 from meshwork.mesh import Layout
-from meshwork.optim import Horizon
+from meshwork.optim import Horizon, build_optimizer
+from meshwork.parallel.check import Split
+from meshwork.parallel.fsdp import placement
+from meshwork.parallel.pipeline import STAGES_PER_RANK
 
 
 def ranks_row(world: World) -> str:
@@ -33,7 +36,7 @@ def rows_of_plan(
     cfg: Config,
     layout: Layout,
     plan: BatchPlan,
-    split: Any,
+    split: Split,
     model: Any,
     data: Any,
     horizon: Horizon | None,
@@ -42,10 +45,10 @@ def rows_of_plan(
     parameters = list(model.parameters())
     n = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in parameters)
     frozen = f", {trained:,} trained" if trained != n else ""
     rows = [
-        ("layout", f"{layout}; {n:,} parameters{frozen}, {size / 2**20:.1f} MiB a rank"),
+        ("layout", f"{layout}; {n:,} parameters{frozen}\n{_memory(cfg, layout, split, model)}"),
+        *_split_rows(layout, plan, split),
         ("model", _model_row(cfg, model)),
         ("data", _data_row(cfg, plan, data)),
     ]
@@ -56,6 +59,81 @@ def rows_of_plan(
     length = f"{horizon.steps:,} steps, {horizon.epoch_steps:,} an epoch"
     rows.append(("batch", _batch_row(cfg, plan)))
     return [*rows, ("schedule", f"{length}; {kind}, lr {cfg.optimizer.lr:g}, {schedule}")]
+
+
+def _memory(cfg: Config, layout: Layout, split: Split, model: Any) -> str:
+    """Bytes of the rank that holds most, between steps."""
+    regions = split.tensor.regions if split.tensor else ()
+    halved = {f"{r.name}.{k}" if r.name else k for r in regions for k in r.split}
+    states = _states(cfg)
+    held = [0] * layout.pp  # values on each pipeline rank: all, and trained ones
+    trained = [0] * layout.pp
+    for name, p in model.named_parameters():
+        shape = list(p.shape)
+        size = p.numel() / (layout.tp if name in halved else 1)
+        if layout.shards:
+            dim = placement(p, layout.dp_shard).dim
+            full = max(1, shape[dim] if shape else 1)
+            size *= -(-full // layout.dp_shard) / full
+        rank = split.stages.rank_of(_stage(split, name), layout.pp) if split.stages else 0
+        held[rank] += int(size) * p.element_size()
+        trained[rank] += int(size) * p.element_size() * p.requires_grad
+    rank = max(range(layout.pp), key=lambda r: held[r])
+    parts = {
+        "parameters": held[rank],
+        "gradients": trained[rank],
+        "optimizer": states * trained[rank],
+    }
+    return "a rank: " + ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in parts.items())
+
+
+def _states(cfg: Config) -> int:
+    """Tensors that the optimizer keeps of each parameter."""
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    p.grad = torch.ones(4, 4)
+    optimizer = build_optimizer(cfg.optimizer, [("weight", p)], {"weight": (0.0, 1.0)})
+    with torch.random.fork_rng(devices=[]):
+        optimizer.step()
+    return sum(torch.is_tensor(v) and v.shape == p.shape for v in optimizer.state[p].values())
+
+
+def _stage(split: Split, name: str) -> int:
+    """The stage that holds a parameter."""
+    found = (i for i, names in enumerate(split.stages.held) if name in names)
+    return next(found, 0)
+
+
+def _split_rows(layout: Layout, plan: BatchPlan, split: Split) -> list[tuple[str, str]]:
+    """What is split by tensor, and each stage of the pipeline."""
+    rows = [("tensor", split.tensor.text)] if split.tensor else []
+    if split.stages is None:
+        return rows
+    s, width = split.stages, layout.tp * layout.data_ranks
+    lines = []
+    for i, leaves in enumerate(s.leaves):
+        first = s.rank_of(i, layout.pp) * width
+        ranks = f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}"
+        sent = f", sends {s.crossing[i] / 2**10:,.0f} KiB" if i < len(s.crossing) else ""
+        lines.append(
+            f"{i} on {ranks}: {leaves[0]} to {leaves[-1]}; {s.parameters[i]:,} parameters, "
+            f"{s.work[i]:.0%} of the work{sent}"
+        )
+    bubble = bubble_of(s.schedule, layout.pp, plan.n_micro)
+    lines.append(f"{s.schedule}, {plan.n_micro} micro-batches: {bubble:.0%} of the time idle")
+    return [*rows, ("stages", "\n".join(lines))]
+
+
+def bubble_of(schedule: str, pp: int, n_micro: int) -> float:
+    """Share of the time that a rank waits, for stages of equal work and free communication.
+
+    GPipe and 1F1B: (p-1)/(m+p-1); with v stages a rank (p-1)/(v m + p - 1)
+    (https://arxiv.org/abs/2104.04473); zero-bubble schedules fill a third of a step's length each
+    with the weights' half of the backward (https://arxiv.org/abs/2401.10241).
+    """
+    idle = pp - 1
+    if "ZeroBubble" in schedule:
+        idle = 0 if schedule == "ZBVZeroBubble" else idle / 3
+    return idle / (STAGES_PER_RANK[schedule] * n_micro + idle)
 
 
 def _model_row(cfg: Config, model: Any) -> str:

@@ -34,7 +34,7 @@ class StagePlan:
     starts: the leaf each stage but the first begins with. work: share of each stage. crossing:
     bytes of one micro-batch that leave each stage but the last. into: modules that the graph steps
     into. train, evaluate: the graphs. leaves: named modules that each stage calls. parameters: how
-    many each stage holds.
+    many each stage holds. held: their names.
     """
 
     starts: tuple[str, ...]
@@ -45,6 +45,7 @@ class StagePlan:
     evaluate: fx.Graph
     leaves: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
+    held: tuple[frozenset[str], ...]
     schedule: str
 
     def rank_of(self, stage: int, pp: int) -> int:
@@ -279,7 +280,7 @@ def _plan(model: nn.Module, found: tuple, schedule: str) -> StagePlan:
     leaves = tuple(
         tuple(dict.fromkeys(n.target for n in part if n.op == "call_module")) for part in parts
     )
-    sizes = [Stage(model, i, train.graph, evaluate.graph, starts) for i in range(len(parts))]
+    stages = [Stage(model, i, train.graph, evaluate.graph, starts) for i in range(len(parts))]
     return StagePlan(
         tuple(starts),
         tuple(sum(work[a:b]) / total for a, b in pairwise(bounds)),
@@ -288,7 +289,8 @@ def _plan(model: nn.Module, found: tuple, schedule: str) -> StagePlan:
         train.graph,
         evaluate.graph,
         leaves,
-        tuple(sum(p.numel() for p in s.parameters()) for s in sizes),
+        tuple(sum(p.numel() for p in s.parameters()) for s in stages),
+        tuple(frozenset(n for n, _ in s.named_parameters()) for s in stages),
         schedule,
     )
 
