@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)]
 from ranks import run_ranks  # noqa: E402
 
 LAYOUTS = ("fsdp", "pipeline", "tensor")
-SIZES = (32, 64, 96, 128, 160, 192, 224, 240, 256, 288, 384)
+SIZES = (64, 96, 128, 160, 192, 224, 240, 256, 288, 384)
 OUT = ROOT / "docs" / "survey"
 LARGE = 30e6  # parameters, above which an architecture is made shallower where it can be
 LIMIT_S = 300
@@ -118,8 +118,8 @@ def tried(family: str) -> dict[str, Any]:
     text = "{" + ", ".join(f"{k}: {v}" for k, v in args.items()) + "}"
     given = ["model=timm", f"model.name={name}", f"model.args={text}", "data=synthetic"]
     given += [f"data.image_size={size}", "data.num_samples=16", "data.val_samples=4"]
-    given += ["trainer.precision=fp64", "trainer.global_batch_size=4"]
-    given += ["trainer.micro_batch_size=2", "optimizer=sgd", "optimizer.lr=0.001"]
+    given += ["trainer.precision=fp64", "trainer.global_batch_size=8"]
+    given += ["trainer.micro_batch_size=4", "optimizer=sgd", "optimizer.lr=0.001"]
     line: dict[str, Any] = {"family": family, "model": name, "args": args, "size": size}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -205,6 +205,7 @@ def table(lines: list[dict]) -> str:
 
 
 def main() -> None:
+    OUT.parent.mkdir(exist_ok=True)
     kept = OUT.with_suffix(".json")
     known = json.loads(kept.read_text()) if kept.exists() else []
     asked = sys.argv[1:]

@@ -208,3 +208,14 @@ class WrongShape:
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(output, batch.target)
+
+
+class Contrast:
+    """Each sample against all others of the batch: its class is what it should be like."""
+
+    per_sample = False
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        features = F.normalize(output, dim=1)
+        everyone = self.gather(features)
+        return -(features @ everyone.T / 0.5).log_softmax(1).amax(1)

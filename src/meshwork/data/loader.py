@@ -7,6 +7,7 @@ number of workers, and joined over the ranks the same for any number of ranks.
 import random
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -251,6 +252,7 @@ def _as_it_is(batch: Batch) -> Batch:
 
 def _start_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to answer
+    sys.excepthook = lambda *_: None  # a thread that finds it gone has nothing to tell
 
 
 def explain(error: BaseException) -> str | None:

@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from meshwork.config import ConfigError
 from meshwork.models.hub import first_line, from_hub
+from meshwork.models.unchanged import unchanged
 
 
 def timm_model(
@@ -91,20 +92,21 @@ def _check_output(model: nn.Module, name: str, image: tuple[int, ...], num_class
     starts."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     shadows = {n: t.to("meta") for n, t in tensors}  # shapes alone: milliseconds for any model
-    model.eval()
     try:
-        try:
-            output = functional_call(model, shadows, (torch.empty(2, *image, device="meta"),))
-        except Exception:  # perhaps only of the meta device: the image decides
-            output = model(torch.zeros(2, *image))
+        with unchanged(model):
+            model.eval()
+            try:
+                empty = torch.empty(2, *image, device="meta")
+                # Tied weights would be put back wrong where one module stands in two places.
+                output = functional_call(model, shadows, (empty,), tie_weights=False)
+            except Exception:  # perhaps only of the meta device: the image decides
+                output = model(torch.zeros(2, *image))
         shape = tuple(output.shape)
     except Exception as e:
         raise ConfigError(
             f"model.name={name} cannot take images of {' x '.join(map(str, image))} "
             f"({first_line(e)}): set another data.image_size, or choose another architecture"
         ) from e
-    finally:
-        model.train()
     if shape != (2, num_classes):
         raise ConfigError(
             f"model.name={name} gives outputs of shape {shape} for 2 images: expected "

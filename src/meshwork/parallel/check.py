@@ -44,14 +44,15 @@ def check(
     for wrong, sentence in _table(cfg, model, layout, device):
         if wrong:
             raise ConfigError(sentence)
-    coupled = cfg.mode == "train" and couples_samples(model)
+    per_sample = getattr(task, "per_sample", True)
+    coupled = cfg.mode == "train" and (couples_samples(model) or not per_sample)
     sizes = (t.global_batch_size, layout.data_ranks, t.micro_batch_size, coupled)
     n_stages = layout.pp * STAGES_PER_RANK[p.schedule]
     if layout.pp > 1:
         plan = BatchPlan.pipelined(*sizes, layout.pp, n_stages)
     else:
         plan = BatchPlan.make(*sizes)
-    if not getattr(task, "per_sample", True) and (layout.pp > 1 or plan.n_micro > 1):
+    if not per_sample and (layout.pp > 1 or plan.n_micro > 1):
         raise ConfigError(
             f"{type(task).__name__} takes its loss over the whole batch, which parallel.pp="
             f"{layout.pp} and {plan.n_micro} micro-batches a rank would cut: set parallel.pp=1 and "

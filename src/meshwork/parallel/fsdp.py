@@ -43,6 +43,7 @@ def shard(root: nn.Module, names: Collection[str], mesh: DeviceMesh, cfg: Parall
         if sum(p.numel() for p in modules[name].parameters()) >= SMALL * total:
             modules[name].register_forward_hook(_no_view)
             fully_shard(modules[name], **given, mp_policy=policy)
+    root.register_forward_hook(_no_view)
     fully_shard(root, **given, mp_policy=policy)
 
 

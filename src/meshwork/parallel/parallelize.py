@@ -2,6 +2,7 @@
 order."""
 
 import os
+from functools import partial
 
 import torch
 import torch._functorch.config
@@ -15,6 +16,7 @@ from meshwork.mesh import Layout
 from meshwork.parallel.check import Split
 from meshwork.parallel.engine import Engine
 from meshwork.parallel.fsdp import shard
+from meshwork.parallel.gather import gather
 from meshwork.parallel.pipeline import SPLIT_BACKWARD, Stage
 from meshwork.parallel.pipeline_engine import PipelineEngine
 from meshwork.parallel.tensor import split
@@ -76,6 +78,8 @@ def parallelize(
     if stages is not None:
         engine.connect(stages, layout)
         engine.module.pretrained_cfg = getattr(model, "pretrained_cfg", None)
+    if not getattr(task, "per_sample", True):
+        task.gather = partial(gather, groups=engine.data_groups)
     for helper in getattr(task, "helpers", {}).values():
         helper.to(world.device, engine.dtype).eval().requires_grad_(False)
     stream = engine.data_rank + layout.data_ranks * layout.pp_rank(rank)

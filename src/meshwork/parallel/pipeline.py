@@ -1,5 +1,6 @@
 """Pipeline parallelism: where a model is cut, what crosses a cut, and the stages between cuts."""
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -117,8 +118,7 @@ class _Cuts:
 
 
 def _attribute(model: nn.Module, target: str) -> Any:
-    path, _, name = target.rpartition(".")
-    return getattr(model.get_submodule(path), name)
+    return operator.attrgetter(target)(model)
 
 
 def _free(model: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
@@ -317,25 +317,40 @@ class Stage(nn.Module):
         for training, graph in ((True, train), (False, evaluate)):
             part, ins, outs = _part(model, graph, number, starts)
             self.metas[training] = ins, outs
-            for node in part.nodes:
-                if node.op == "call_module":
-                    _attach(self, model, node.target)
-            for node in part.nodes:
-                if node.op == "get_attr":
-                    _attach(self, model, node.target)
+            targets = [n.target for n in part.nodes if n.op in ("call_module", "get_attr")]
+            for target in [*_first_names(model, targets), *targets]:
+                _attach(self, model, target)
             self.forwards[training] = type(fx.GraphModule(model, part)).forward
         if number == 0:  # what no stage uses still belongs to the model
-            used = _used(model, train) | _used(model, evaluate)
-            for name, _ in [*model.named_parameters(), *model.named_buffers()]:
-                if not any(name == u or name.startswith(f"{u}.") for u in used):
+            used = {id(t) for name in _used(train, evaluate) for t in _owned(model, name)}
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if id(tensor) not in used:
                     _attach(self, model, name)
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.forwards[self.training](self, *inputs)
 
 
-def _used(model: nn.Module, graph: fx.Graph) -> set[str]:
-    return {n.target for n in graph.nodes if n.op in ("call_module", "get_attr")}
+def _first_names(model: nn.Module, targets: list[str]) -> list[str]:
+    """Names of the modules of these targets in the model's order: where one stands in two places,
+    the first gives its parameters their names."""
+    called = [m for t in targets if isinstance(m := operator.attrgetter(t)(model), nn.Module)]
+    tops, inside = {id(m) for m in called}, {id(m) for c in called for m in c.modules()}
+    names: list[str] = []
+    for name, module in model.named_modules():
+        covered = any(name.startswith(f"{n}.") for n in names)
+        if id(module) in tops or (id(module) in inside and not covered):
+            names.append(name)
+    return names
+
+
+def _used(*graphs: fx.Graph) -> set[str]:
+    return {n.target for g in graphs for n in g.nodes if n.op in ("call_module", "get_attr")}
+
+
+def _owned(model: nn.Module, target: str) -> list[Tensor]:
+    found = operator.attrgetter(target)(model)
+    return [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
 
 
 def _attach(stage: nn.Module, model: nn.Module, target: str) -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwork.models.hub import first_line
+from meshwork.models.unchanged import unchanged
 
 
 class Untraceable(Exception):
@@ -126,18 +127,10 @@ def trace(
     into: names of modules to step into; all others are leaves. Each node has meta["value"], a fake
     tensor or a tuple or list of them, and meta["work"]. Raises Untraceable.
     """
-    before = {m: m.training for m in model.modules()}
-    buffers = {m: dict(m._buffers) for m in model.modules()}
-    model.train(training)
-    for module, own in buffers.items():  # counters of one number would count
-        module._buffers.update({k: b if b is None else b.clone() for k, b in own.items()})
-    try:
-        with torch.set_grad_enabled(True):
+    with unchanged(model), torch.set_grad_enabled(True):
+        model.train(training)
+        try:
             graph = _Tracer(into, inputs, autocast).trace(model)
-    except Exception as e:
-        raise Untraceable(first_line(e)) from e
-    finally:
-        for module, mode in before.items():
-            module.training = mode
-            module._buffers.update(buffers[module])
+        except Exception as e:
+            raise Untraceable(first_line(e)) from e
     return graph
