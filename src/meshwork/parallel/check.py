@@ -65,9 +65,22 @@ def check(
         autocast = autocast_of(t.precision, "cpu")
         given = inputs(plan.micro), n_stages, p.schedule, p.stages, autocast
         stages = stage_plan(model, *given, keep=[r.name for r in tensor.regions] if tensor else ())
+        _refuse_idle(model, stages, layout.pp)
     recomputes = p.activation_checkpointing != "none" or p.compile
     names = _units(model, inputs) if stages is None and (layout.shards or recomputes) else ()
     return plan, Split(names, stages, tensor)
+
+
+def _refuse_idle(model: nn.Module, stages: StagePlan, pp: int) -> None:
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    for rank in range(pp):
+        numbers = stages.of_rank(rank, pp)
+        if not any(stages.held[i] & trained for i in numbers):
+            names = ", ".join(f"{stages.leaves[i][0]} to {stages.leaves[i][-1]}" for i in numbers)
+            raise ConfigError(
+                f"parallel.pp={pp}: pipeline rank {rank} ({names}) would train nothing under "
+                "model.freeze: use parallel=fsdp, or a smaller parallel.pp"
+            )
 
 
 def _units(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:

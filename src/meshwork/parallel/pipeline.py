@@ -102,8 +102,8 @@ class _Cuts:
 
     def crossing(self, i: int) -> list[fx.Node] | None:
         """Values that a cut before node i sends on; None where it may not be cut."""
-        if any(a < i <= b for a, b in self.spans):
-            return None  # a parameter would lie on both sides
+        if any(a < i <= b for a, b in self.spans) or all(a >= i for a, _ in self.spans):
+            return None  # a parameter would lie on both sides, or none on the first
         sent = []
         for node in self.nodes[:i]:
             if node not in self.free and any(self.at[u] >= i for u in node.users):
