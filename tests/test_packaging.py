@@ -112,7 +112,17 @@ def test_make_test_leaves_out_the_slow_tests(prefix):
 
 def test_make_alone_lists_the_targets():
     targets = [line.split()[0] for line in make().splitlines()[:-1]]
-    assert targets == ["help", "install", "train", "test", "lint", "format", "bench", "clean"]
+    assert targets == [
+        "help",
+        "install",
+        "train",
+        "test",
+        "lint",
+        "format",
+        "survey",
+        "bench",
+        "clean",
+    ]
 
 
 @pytest.mark.parametrize(("gpus", "nproc"), [("", 2), ("GPU 0: a\nGPU 1: b\nGPU 2: c", 3)])
