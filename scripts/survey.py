@@ -157,7 +157,7 @@ def _tier(rank: int, given: list[str]) -> int | None:
 
     from meshwork import build
     from meshwork.config import ConfigError
-    from meshwork.parallel.tensor import tensor_plan
+    from meshwork.parallel.tensor_plan import tensor_plan
 
     cfg = composed(*given)
     data = build.build_data(cfg)

@@ -15,8 +15,9 @@ from meshwork.config import ConfigError
 from meshwork.mesh import Layout
 from meshwork.overview import bubble_of
 from meshwork.parallel.check import check
-from meshwork.parallel.pipeline import Stage, stage_plan
-from meshwork.parallel.tensor import tensor_plan
+from meshwork.parallel.pipeline import stage_plan
+from meshwork.parallel.stage import Stage
+from meshwork.parallel.tensor_plan import tensor_plan
 from meshwork.parallel.units import alone, called, units
 
 

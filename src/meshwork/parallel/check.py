@@ -12,7 +12,8 @@ from meshwork.mesh import Layout
 from meshwork.parallel.batchnorm import couples_samples
 from meshwork.parallel.engine import autocast_of
 from meshwork.parallel.pipeline import SPLIT_BACKWARD, STAGES_PER_RANK, StagePlan, stage_plan
-from meshwork.parallel.tensor import TensorPlan, tensor_plan
+from meshwork.parallel.tensor import TensorPlan
+from meshwork.parallel.tensor_plan import tensor_plan
 from meshwork.parallel.units import alone, called, stepped_into, units
 
 Inputs = Callable[[int], tuple[Tensor, ...]]

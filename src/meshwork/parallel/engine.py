@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwork.batch import Batch, BatchPlan
@@ -80,8 +81,9 @@ class Engine:
         for norm in self._frozen_norms:
             norm.eval()
         if mode:
-            for module in self.module.modules():  # what an evaluation has gathered
-                getattr(module, "reshard", int)()
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # gives up what an evaluation has gathered
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank under the names of the bare model."""

@@ -17,8 +17,9 @@ from meshwork.parallel.check import Split
 from meshwork.parallel.engine import Engine
 from meshwork.parallel.fsdp import shard
 from meshwork.parallel.gather import gather
-from meshwork.parallel.pipeline import SPLIT_BACKWARD, Stage
+from meshwork.parallel.pipeline import SPLIT_BACKWARD
 from meshwork.parallel.pipeline_engine import PipelineEngine
+from meshwork.parallel.stage import Stage
 from meshwork.parallel.tensor import split
 from meshwork.parallel.units import compile_unit, recompute
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from meshwork.batch import Batch, map_tensors
 from meshwork.mesh import Layout
 from meshwork.parallel.engine import Engine
-from meshwork.parallel.pipeline import STAGES_PER_RANK, Stage, StagePlan
+from meshwork.parallel.pipeline import STAGES_PER_RANK, StagePlan
+from meshwork.parallel.stage import Stage
 
 
 class PipelineEngine(Engine):
