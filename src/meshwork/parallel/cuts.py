@@ -84,4 +84,4 @@ def facts(nodes: list[fx.Node]) -> list[tuple]:
 
 def size(nodes: list[fx.Node]) -> int:
     values = (t for n in nodes for t in tree_leaves(n.meta["value"]))
-    return sum(t.numel() * t.elementsize() for t in values)
+    return sum(t.numel() * t.element_size() for t in values)
