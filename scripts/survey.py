@@ -63,6 +63,8 @@ def smallest(family: str) -> tuple[str, dict, int]:
                     return name, args, size
                 except ConfigError as e:
                     error = e
+                except Exception as e:  # an architecture that fails of itself at this size
+                    error = ConfigError(f"{name} at {size} pixels: {type(e).__name__}: {e}")
     raise error
 
 

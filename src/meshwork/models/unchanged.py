@@ -1,4 +1,4 @@
-"""Run a model on shapes alone and leave no trace in it."""
+"""Run a model and leave no trace in it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from torch import nn
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Whatever modules keep of a forward inside (modes, caches, counters) is forgotten."""
-    kept = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
-    for module, _, buffers in kept:  # counters of one number would count
-        module._buffers.update({k: b if b is None else b.clone() for k, b in buffers.items()})
+    kept = [(vars(m), dict(vars(m))) for m in model.modules()]
+    kept += [(v, v.copy()) for _, held in kept for v in held.values() if type(v) is dict]
+    for module in model.modules():  # counters of one number would count
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.clone()
     try:
         yield
     finally:
-        for module, attributes, buffers in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for held, before in kept:
+            held.clear()
+            held.update(before)

@@ -4,29 +4,19 @@ Whether the parts of a region add up to its output is not read from its code but
 anything starts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from meshwork.config import ConfigError
-from meshwork.parallel.tensor import Region, TensorPlan, narrow, part, set_sizes
+from meshwork.models.unchanged import unchanged
+from meshwork.parallel.tensor import Region, TensorPlan
+from meshwork.parallel.tensor_trial import Seen, tried_out
 
 QUERIES = {"qkv", "kv", "q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value"}
-
-
-@dataclass
-class _Seen:
-    """A call of a module in a run of the model."""
-
-    args: tuple
-    kwargs: dict
-    calls: int = 1
 
 
 def tensor_plan(
@@ -38,45 +28,28 @@ def tensor_plan(
     as it was.
     """
     kind = type(model).__name__
-    seen = _watch(model, inputs)
-    seen = {n: s for n, s in seen.items() if n not in apart}
-    candidates = [c for name in seen for c in _candidates(model, name)]
-    regions: list[Region] = []
-    proved: dict[tuple, Region | None] = {}
-    odd: dict[str, int] = {}  # sizes that tp does not divide
-    attends = {c[0].name for c in candidates if c[0].attention}
-    for name in sorted(seen, key=lambda n: (n not in attends, -n.count(".") - bool(n))):
-        if any(_inside(r.name, name) or _inside(name, r.name) for r in regions):
-            continue  # overlaps one
-        module = model.get_submodule(name)
-        for region, size in (c for c in candidates if c[0].name == name):
-            key = (type(module), region.last, repr(region.split), _shapes(seen[name]), size)
-            if key not in proved:
-                divisor = next((d for d in range(2, size + 1) if size % d == 0), 1)
-                degree = tp if size % tp == 0 else divisor
-                holds = degree > 1 and _holds(module, region, seen[name], degree)
-                proved[key] = region if holds else None
-            if proved[key] is not None:
-                regions.append(region)
-                if size % tp:
-                    odd[name] = size
-                break
+    seen = {n: call for n, call in _watch(model, inputs).items() if n not in apart}
+    found = _proved(model, seen, tp)
+    sizes = {r.name: size for r, size, _ in found}
+    odd = {name: size for name, size in sizes.items() if size % tp}
     if odd:
-        unit = "heads" if any(r.attention for r in regions if r.name in odd) else "hidden units"
-        sizes = sorted(set(odd.values()))
-        fit = [d for d in range(1, min(sizes) + 1) if all(s % d == 0 for s in sizes)]
+        unit = "heads" if any(r.attention for r, *_ in found if r.name in odd) else "hidden units"
+        fit = [
+            d for d in range(1, min(sizes.values()) + 1) if not any(s % d for s in sizes.values())
+        ]
+        can = f"parallel.tp can be {', '.join(map(str, fit))}"
         raise ConfigError(
-            f"parallel.tp={tp}: the {', '.join(map(str, sizes))} {unit} of {kind} "
-            f"({next(iter(odd))}) cannot be split over {tp} ranks: parallel.tp can be "
-            f"{', '.join(map(str, fit))}"
+            f"parallel.tp={tp}: the {', '.join(map(str, sorted(set(odd.values()))))} {unit} of "
+            f"{kind} ({next(iter(odd))}) cannot be split over {tp} ranks: "
+            f"{can if len(fit) > 1 else 'no number of ranks splits all; use parallel=fsdp'}"
         )
-    if not regions:
+    if not found:
         raise ConfigError(
             f"parallel.tp={tp}: {kind} has nothing to split: no MLP of linear layers and no "
             "attention by heads; use parallel=fsdp or parallel=pipeline"
         )
-    dropping = [r for r in regions if _drops(model.get_submodule(r.name), r)]
-    regions = [r for r in regions if r not in dropping]
+    dropping = [r for r, _, drops in found if drops]
+    regions = [r for r, _, drops in found if not drops]
     if not regions:
         raise ConfigError(
             f"parallel.tp={tp}: {dropping[0].name} of {kind} drops values inside of what is split, "
@@ -93,20 +66,59 @@ def tensor_plan(
     return TensorPlan(tuple(regions), 2 if n_attention else 1, text)
 
 
+def _proved(model: nn.Module, seen: dict[str, Seen], tp: int) -> list[tuple[Region, int, bool]]:
+    """What can be split: (region, size that tp has to divide, whether it drops values inside)."""
+    candidates = {name: list(_candidates(model, name)) for name in seen}
+    attends = {name for name, ways in candidates.items() if any(r.attention for r, _ in ways)}
+    found: list[tuple[Region, int, bool]] = []
+    tried: dict[tuple, tuple[bool, bool]] = {}  # modules that are alike are tried once
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for name in sorted(seen, key=lambda n: (n not in attends, -n.count(".") - bool(n))):
+        if any(_inside(r.name, name) or _inside(name, r.name) for r, *_ in found):
+            continue  # overlaps one
+        module = model.get_submodule(name)
+        made, shapes = _made(module), _shapes(seen[name])
+        for region, size in candidates[name]:
+            degree = tp if size % tp == 0 else next(d for d in range(2, size + 1) if size % d == 0)
+            own = [p for k, p in module.named_parameters() if _inside(k, region.last)]
+            own += [p for k, p in module.named_parameters() if k in region.split]
+            if any(uses[id(p)] > 1 for p in own):
+                continue  # another module uses it too
+            key = (made, region.last, repr(region.split), region.whole, shapes)
+            if key not in tried:
+                tried[key] = tried_out(module, region, seen[name], degree)
+            holds, drops = tried[key]
+            if holds or drops:
+                found.append((region, size, drops))
+                break
+    return found
+
+
+def _made(module: nn.Module) -> str:
+    """What a module is made of, but for the values of its tensors."""
+    kept = ("_parameters", "_buffers", "_modules")
+    return repr(
+        [
+            (name, type(m), {k: v for k, v in vars(m).items() if k not in kept})
+            for name, m in module.named_modules()
+        ]
+    )
+
+
 def _inside(name: str, other: str) -> bool:
     return name.startswith(f"{other}." if other else "")
 
 
-def _watch(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, _Seen]:
+def _watch(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Seen]:
     """Calls of the modules that own two or more linear layers, in one run of the model."""
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, Seen] = {}
 
     def hook(name: str) -> Callable:
         def note(_: nn.Module, args: tuple, kwargs: dict) -> None:
             if name in seen:
                 seen[name].calls += 1
             else:
-                seen[name] = _Seen(args, kwargs)
+                seen[name] = Seen(args, kwargs)
 
         return note
 
@@ -114,15 +126,13 @@ def _watch(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, _Seen]:
     hooks = [
         model.get_submodule(n).register_forward_pre_hook(hook(n), with_kwargs=True) for n in names
     ]
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        model(*inputs)
-    finally:
-        for handle in hooks:
-            handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
+    with unchanged(model):
+        model.eval()
+        try:
+            model(*inputs)
+        finally:
+            for handle in hooks:
+                handle.remove()
     owners = [id(m) for _, m in model.named_modules(remove_duplicate=False)]
     return {
         n: s
@@ -131,7 +141,7 @@ def _watch(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, _Seen]:
     }
 
 
-def _plain(seen: _Seen) -> bool:
+def _plain(seen: Seen) -> bool:
     """Whether a module is called with one tensor that may need a gradient, and constants."""
     others = tree_leaves((seen.args[1:], seen.kwargs))
     needs = any(torch.is_tensor(t) and t.requires_grad for t in others)
@@ -155,6 +165,8 @@ def _candidates(model: nn.Module, name: str) -> Iterator[tuple[Region, int]]:
         return
     for last in reversed(linears):
         width = linears[last].in_features
+        if width == 1:
+            continue
         fits = [n for n in linears if n != last and linears[n].out_features in (width, 2 * width)]
         for first in (fits, *([n] for n in fits)):
             if first:
@@ -183,85 +195,8 @@ def _region(
     return Region(name, last, split, tuple(whole), heads is not None)
 
 
-def _shapes(seen: _Seen) -> tuple:
+def _shapes(seen: Seen) -> tuple:
     return tuple(
         tuple(t.shape) if torch.is_tensor(t) else repr(t)
         for t in tree_leaves((seen.args, seen.kwargs))
     )
-
-
-@torch.enable_grad()
-def _holds(module: nn.Module, region: Region, seen: _Seen, tp: int) -> bool:
-    """Whether the parts' outputs add up to the whole one on random numbers, in float64.
-
-    Also whether no whole parameter is at work behind the last layer, where its gradient would be
-    whole on each rank and not be summed.
-    """
-    g = torch.Generator().manual_seed(0)
-
-    def drawn(t: Any, scale: float = 1.0) -> Any:
-        if not torch.is_tensor(t) or not t.is_floating_point():
-            return t
-        return scale * torch.randn(t.shape, generator=g, dtype=torch.float64)
-
-    args, kwargs = tree_map(drawn, (seen.args, seen.kwargs))
-    owned = [*module.named_parameters(), *module.named_buffers()]
-    values = {k: drawn(t, 0.2) for k, t in owned}
-    probes = {k: values[k].requires_grad_() for k in region.whole}
-    modes = {m: m.training for m in module.modules()}
-    module.eval()
-    try:
-        with _reparametrize_module(module, values):
-            full = module(*args, **kwargs)
-        total = 0
-        for rank in range(tp):
-            mine = {k: part(values[k], *how, rank, tp) for k, how in region.split.items()}
-            if rank and f"{region.last}.bias" in values:
-                mine[f"{region.last}.bias"] = torch.zeros_like(values[f"{region.last}.bias"])
-            with _local_sizes(module, region, tp), _reparametrize_module(module, values | mine):
-                total = total + module(narrow(args[0], region, tp), *args[1:], **kwargs)
-        with _reparametrize_module(module, values):
-            behind = _behind(module, region, args, kwargs)
-        later = (
-            torch.autograd.grad(behind, list(probes.values()), allow_unused=True)
-            if (probes and behind.requires_grad)
-            else ()
-        )
-    except Exception:  # whatever a forward with other sizes runs into
-        return False
-    finally:
-        for m, mode in modes.items():
-            m.training = mode
-    same = torch.is_tensor(full) and total.shape == full.shape
-    return (
-        same and bool((total - full).norm() <= 1e-9 * full.norm()) and all(x is None for x in later)
-    )
-
-
-def _behind(module: nn.Module, region: Region, args: tuple, kwargs: dict) -> Tensor:
-    """The sum of the output, as it depends on what happens behind the last layer alone."""
-    last = module.get_submodule(region.last)
-    hook = last.register_forward_hook(lambda *call: call[2].detach())
-    try:
-        return module(*args, **kwargs).sum()
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _local_sizes(module: nn.Module, region: Region, tp: int) -> Iterator[None]:
-    before = set_sizes(module, region, tp)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
-def _drops(module: nn.Module, region: Region) -> bool:
-    """Whether something is dropped inside of what is split: the ranks would drop alike."""
-    for name, child in module.named_children():
-        if name == region.last:
-            break
-        if isinstance(child, nn.Dropout) and child.p > 0:
-            return True
-    return False
