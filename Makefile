@@ -18,7 +18,7 @@ INSTALLED := $(ENV)/.meshwork-installed
 THREADS := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
 .DEFAULT_GOAL := help
-.PHONY: survey help install train test lint format bench clean
+.PHONY: help install train test lint format survey bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | expand -t 10
@@ -47,7 +47,7 @@ format: $(INSTALLED)  ## ruff: mend style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-survey: $(INSTALLED)  ## every family of timm under every kind of layout (an hour)
+survey: $(INSTALLED)  ## every family of timm under every kind of layout
 	$(THREADS) $(BIN)/python scripts/survey.py $(ARGS)
 
 bench: $(INSTALLED)  ## what the template costs beside a hand-written loop

@@ -91,6 +91,7 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         engine = parallelize(model, task, cfg, layout, plan, split, world)
         optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
         schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
+        del model, split, inputs  # a rank of a pipeline keeps its own stages alone
         report.table(
             [*rundir.rows(folder), ("ranks", ranks_row(world)), *rows, report.logging_row()]
         )

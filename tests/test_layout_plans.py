@@ -16,9 +16,8 @@ from meshwork.mesh import Layout
 from meshwork.overview import bubble_of
 from meshwork.parallel.check import check
 from meshwork.parallel.pipeline import stage_plan
-from meshwork.parallel.stage import Stage
 from meshwork.parallel.tensor_plan import tensor_plan
-from meshwork.parallel.units import alone, called, units
+from meshwork.parallel.units import alone, units, wrappable
 
 
 def planned(world_size: int, *overrides: str):
@@ -64,16 +63,16 @@ def test_a_module_whose_weight_another_reads_is_no_unit_of_its_own() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.tied = nn.Linear(4, 4)
+            self.tied, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
             self.tied.weight = self.a.weight
 
         def forward(self, x):
-            return nn.functional.linear(self.tied(self.a(x)), self.b.weight)
+            x = nn.functional.linear(self.tied(self.a(x)), self.b.weight)
+            return self.c(x) * self.c.weight.mean()
 
     model = Reads()
-    run = partial(model, torch.randn(2, 4))
-    assert called(model, list(units(model)), run) == ["a", "tied"]
-    assert alone(model, list(units(model))) == ["b"]
+    assert alone(model, units(model)) == ["b", "c"]
+    assert wrappable(model, (torch.randn(2, 4),)) == ()  # b is not called, c is read besides
 
 
 # ---- pipelines -----------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ def test_a_module_whose_weight_another_reads_is_no_unit_of_its_own() -> None:
 def test_stages_give_the_model_s_output_and_hold_each_parameter_once(name: str, n: int) -> None:
     model, inputs = timm_net(name)
     plan = stage_plan(model, inputs, n, "1F1B")
-    stages = [Stage(model, i, plan.train, plan.evaluate, plan.starts) for i in range(n)]
+    stages = plan.parts
     model.eval()
     values = inputs
     for stage in stages:

@@ -178,3 +178,15 @@ def test_a_head_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timm.models, "get_pretrained_cfg", lambda *_, **__: plain)
     with pytest.raises(ConfigError, match=r"gives outputs of shape \(2, 12\)"):
         timm_model("odd", 7, 3, 2)
+
+
+def test_paths_are_dropped_only_where_that_is_asked_for() -> None:
+    def rates(drop_path_rate: float) -> set[float]:
+        facts = {"num_classes": 3, "in_chans": 3, "img_size": 64, "window_size": 4}
+        small = {"embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2]}
+        name = "swin_tiny_patch4_window7_224"  # drops a tenth of its own accord
+        model = timm_model(name, **facts, **small, drop_path_rate=drop_path_rate)
+        return {m.drop_prob for m in model.modules() if isinstance(m, timm.layers.DropPath)}
+
+    assert rates(0.0) <= {0.0}
+    assert max(rates(0.2)) == pytest.approx(0.2)

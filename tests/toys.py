@@ -97,6 +97,37 @@ class NoMemory(Mlp):
         return super().forward(image)
 
 
+class Residual(nn.Module):
+    """A block: a norm, two layers, and what came in. hungry: runs out of memory in training."""
+
+    def __init__(self, width: int, hungry: bool = False):
+        super().__init__()
+        self.norm, self.hungry = nn.LayerNorm(width), hungry
+        self.first, self.second = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hungry and self.training and type(x) is Tensor:  # not where shapes alone are run
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes.")
+        return x + self.second(F.gelu(self.first(self.norm(x))))
+
+
+class Woven(nn.Module):
+    """Four blocks of which two share a weight, and the root reads another's and its head's."""
+
+    def __init__(self, num_classes: int, in_chans: int, img_size: int, hungry: bool = False):
+        super().__init__()
+        self.stem = nn.Linear(in_chans * img_size**2, 16)
+        self.blocks = nn.ModuleList([Residual(16, hungry and i == 2) for i in range(4)])
+        self.head = nn.Linear(16, num_classes)
+        self.blocks[1].first.weight = self.blocks[0].first.weight
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.stem(image.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + F.linear(x, self.head.weight * self.blocks[3].second.weight.mean())
+
+
 # ---- data ----------------------------------------------------------------------------------------
 
 

@@ -94,26 +94,22 @@ class BatchPlan:
     def pipelined(
         cls, global_batch: int, ranks: int, micro: int | None, coupled: bool, pp: int, stages: int
     ) -> "BatchPlan":
-        """A plan for `pp` pipeline ranks with `stages` stages in all: at least 4 micro-batches a
-        rank where nothing else is asked for, and a multiple of pp where ranks hold several stages.
+        """A plan for `pp` pipeline ranks that hold `stages` stages in all.
 
-        Raises ConfigError where there are fewer micro-batches than stages of a rank's turn.
+        micro: None for the largest that gives 4 x pp micro-batches. Where ranks hold several stages
+        their number is a multiple of pp. Raises ConfigError where there are fewer than pp.
         """
-        typed = micro
-        if micro is None:
-            largest = max(1, global_batch // (4 * pp * ranks))
-            sizes = range(largest, 0, -1)
-            micro = next(s for s in sizes if not coupled or global_batch % s == 0)
-        plan = cls.make(global_batch, ranks, micro, coupled)
+        largest = max(1, global_batch // (4 * pp * ranks))
+        fitting = (s for s in range(largest, 0, -1) if not coupled or global_batch % s == 0)
+        plan = cls.make(global_batch, ranks, micro or next(fitting), coupled)
         if plan.n_micro < pp:
             size = max(1, global_batch // (pp * ranks))
-            change = (
-                f"set trainer.micro_batch_size={size} or less" if typed and size < typed else ""
-            )
+            shrink = micro is not None and size < micro
+            more = f"global_batch_size={pp * ranks} or more"
             raise ConfigError(
                 f"trainer.global_batch_size={global_batch} over {ranks} data ranks in "
                 f"micro-batches of {plan.micro} gives {plan.n_micro} of them for parallel.pp={pp}: "
-                + (change or f"set trainer.global_batch_size={pp * ranks} or more")
+                f"set trainer.{f'micro_batch_size={size} or less' if shrink else more}"
             )
         unit = pp if stages > pp else 1
         return replace(plan, n_micro=-(-plan.n_micro // unit) * unit, stages=stages)

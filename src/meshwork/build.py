@@ -184,17 +184,19 @@ def example_inputs(cfg: Config, data: Any, model: Any, task: Any, rows: int) -> 
     import numpy as np
     import torch
 
-    from meshwork.data.loader import Step
+    from meshwork.data.loader import BadImage, Step, explain
 
     sets = (data.train, data.val, data.test, data.predict)
     dataset = next((s for s in sets if s is not None and len(s)), None)
     if dataset is None:
         raise ConfigError("the data has no samples: look at data.root")
     samples = build_samples(cfg, dataset, data, model, task, train=False)
-    batch = samples[Step(0, 0, np.arange(1), rows, 1)]
-    return batch.to(
-        torch.device("cpu"), torch.float64 if cfg.trainer.precision == "fp64" else None
-    ).inputs
+    try:
+        batch = samples[Step(0, 0, np.arange(1), rows, 1)]
+    except BadImage as e:
+        raise ConfigError(explain(e)) from e
+    dtype = torch.float64 if cfg.trainer.precision == "fp64" else None
+    return batch.to(torch.device("cpu"), dtype).inputs
 
 
 def check_logger(cfg: Config) -> None:

@@ -6,12 +6,13 @@ from meshwork.batch import BatchPlan
 from meshwork.config import ConfigError
 
 
-def out_of_memory(error: RuntimeError, plan: BatchPlan) -> ConfigError | None:
+def out_of_memory(error: BaseException, plan: BatchPlan) -> ConfigError | None:
     """The sentence for an error that is a lack of memory, else None."""
     text = str(error)
     on_cpu = "DefaultCPUAllocator" in text or "can't allocate memory" in text
     if not isinstance(error, torch.OutOfMemoryError) and not on_cpu:
-        return None
+        cause = error.__cause__  # a pipeline's schedule raises errors of its own from others
+        return None if cause is None else out_of_memory(cause, plan)
     where = "the host" if on_cpu else "the GPU"
     smaller = (plan.micro + 1) // 2 if plan.micro > 1 else 0
     if plan.coupled:

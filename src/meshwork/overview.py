@@ -66,6 +66,16 @@ def _memory(cfg: Config, layout: Layout, split: Split, model: Any) -> str:
     regions = split.tensor.regions if split.tensor else ()
     halved = {f"{r.name}.{k}" if r.name else k for r in regions for k in r.split}
     states = _states(cfg)
+    stages = split.stages
+    ranks = (
+        {
+            n: stages.rank_of(p.number, layout.pp)
+            for p in stages.parts
+            for n, _ in p.named_parameters()
+        }
+        if stages
+        else {}
+    )
     held = [0] * layout.pp  # values on each pipeline rank: all, and trained ones
     trained = [0] * layout.pp
     for name, p in model.named_parameters():
@@ -75,7 +85,7 @@ def _memory(cfg: Config, layout: Layout, split: Split, model: Any) -> str:
             dim = placement(p, layout.dp_shard).dim
             full = max(1, shape[dim] if shape else 1)
             size *= -(-full // layout.dp_shard) / full
-        rank = split.stages.rank_of(_stage(split, name), layout.pp) if split.stages else 0
+        rank = ranks.get(name, 0)
         held[rank] += int(size) * p.element_size()
         trained[rank] += int(size) * p.element_size() * p.requires_grad
     rank = max(range(layout.pp), key=lambda r: held[r])
@@ -97,12 +107,6 @@ def _states(cfg: Config) -> int:
     return sum(torch.is_tensor(v) and v.shape == p.shape for v in optimizer.state[p].values())
 
 
-def _stage(split: Split, name: str) -> int:
-    """The stage that holds a parameter."""
-    found = (i for i, names in enumerate(split.stages.held) if name in names)
-    return next(found, 0)
-
-
 def _split_rows(layout: Layout, plan: BatchPlan, split: Split) -> list[tuple[str, str]]:
     """What is split by tensor, and each stage of the pipeline."""
     rows = [("tensor", split.tensor.text)] if split.tensor else []
@@ -110,12 +114,13 @@ def _split_rows(layout: Layout, plan: BatchPlan, split: Split) -> list[tuple[str
         return rows
     s, width = split.stages, layout.tp * layout.data_ranks
     lines = []
-    for i, leaves in enumerate(s.leaves):
+    for i, part in enumerate(s.parts):
         first = s.rank_of(i, layout.pp) * width
         ranks = f"rank {first}" if width == 1 else f"ranks {first}-{first + width - 1}"
         sent = f", sends {s.crossing[i] / 2**10:,.0f} KiB" if i < len(s.crossing) else ""
         lines.append(
-            f"{i} on {ranks}: {leaves[0]} to {leaves[-1]}; {s.parameters[i]:,} parameters, "
+            f"{i} on {ranks}: {part.leaves[0]} to {part.leaves[-1]}; "
+            f"{sum(p.numel() for p in part.parameters()):,} parameters, "
             f"{s.work[i]:.0%} of the work{sent}"
         )
     bubble = bubble_of(s.schedule, layout.pp, plan.n_micro)

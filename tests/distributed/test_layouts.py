@@ -1,6 +1,7 @@
 """No layout changes the numbers: fsdp, tensor, pipeline and their products against one process.
 
-In fp64, from perturbed weights, AdamW included; all cases of a rank count share one process group.
+From perturbed weights: in fp64, AdamW included; in fp32 under SGD with momentum; in bf16 loosely.
+All cases of a rank count share one process group.
 """
 
 import os
@@ -49,6 +50,8 @@ MLP = (
     "model._target_=toys.Mlp",
     "trainer.global_batch_size=24",
 )
+WOVEN = (*MLP[:5], "model._target_=toys.Woven", "trainer.global_batch_size=32")
+SINGLE = (*VIT[1:], "optimizer=sgd", "optimizer.lr=0.02")
 CLIPPED = (*VIT, "trainer.clip_grad_norm=0.1")
 PARTS = (
     FP64,
@@ -69,7 +72,11 @@ BASES = {
     "mlp": MLP,
     "parts": PARTS,
     "contrast": CONTRAST,
+    "woven": WOVEN,
+    "vit fp32": SINGLE,
+    "vit bf16": (*SINGLE, "trainer.precision=bf16"),
 }
+BF16_WEIGHTS = "parallel.param_dtype=bf16"
 FULL = "parallel.activation_checkpointing=full"
 
 
@@ -110,8 +117,30 @@ CASES = [
     (4, "resnet", ("parallel=pipeline_fsdp",)),
     (4, "contrast", ("parallel=hsdp",)),
     (8, "vit clipped", ("parallel=pipeline_fsdp_tensor",)),
+    *(
+        (n, base, over)
+        for base in ("vit fp32", "vit bf16")
+        for n, over in (
+            (2, ("parallel=fsdp",)),
+            (2, ("parallel=tensor",)),
+            (2, ("parallel=pipeline", schedule("ZBVZeroBubble"))),
+            (4, ("parallel=pipeline_ddp",)),
+            (8, ("parallel=pipeline_fsdp_tensor",)),
+        )
+    ),
+    (2, "woven", ("parallel=fsdp",)),
+    (2, "woven", ("parallel=pipeline",)),
+    (4, "woven", ("parallel=pipeline_fsdp",)),
+    (4, "vit fp32", ("parallel=pipeline_fsdp", BF16_WEIGHTS)),
 ]
-N_STEPS = {"vit": 50, "mlp": 50}
+N_STEPS = {"vit": 50, "mlp": 50, "vit fp32": 20}
+
+
+def bounds(base: str, over: tuple) -> tuple[float, float, float | None]:
+    """How far losses, norms and tensors may be apart; None: bf16 rounds tensors as it likes."""
+    if base == "vit bf16" or BF16_WEIGHTS in over:
+        return 5e-3, 5e-2, None
+    return (1e-5, 1e-5, 1e-5) if base == "vit fp32" else (1e-12, 1e-9, 1e-9)
 
 
 def run(rank: int, folder: str) -> None:
@@ -146,18 +175,21 @@ def test_any_layout_gives_the_numbers_of_one_process(n: int, alone: dict, tmp_pa
     taken(n, tmp_path)
     for i, (base, over) in enumerate((b, o) for ranks, b, o in CASES if ranks == n):
         one, case = alone[base], (n, base, *over)
+        losses, norms, tensors = bounds(base, over)
         held: dict[str, set] = {k: set() for k in ("gradients", "weights", "buffers")}
         for rank in range(n):
             many = torch.load(tmp_path / f"{n}.{i}.{rank}")
-            assert relative(one["losses"], many["losses"]) < 1e-12, case
-            assert relative(one["norms"], many["norms"]) < 1e-9, case
+            assert relative(one["losses"], many["losses"]) < losses, case
+            assert relative(one["norms"], many["norms"]) < norms, case
             assert one["metrics"].keys() == many["metrics"].keys(), case
             for name, value in one["metrics"].items():
-                assert many["metrics"][name] == pytest.approx(value, rel=1e-9), (case, name)
+                if tensors is not None or name == "val/count":
+                    assert many["metrics"][name] == pytest.approx(value, rel=tensors), (case, name)
             for kind, names in held.items():
                 mine = {k: v for k, v in many[kind].items() if k in one[kind]}
                 names.update(mine)
-                assert apart({k: one[kind][k] for k in mine}, mine) < 1e-9, (case, kind)
+                away = apart({k: one[kind][k] for k in mine}, mine)
+                assert tensors is None or away < tensors, (case, kind)
         for kind in ("gradients", "weights"):
             assert held[kind] == one[kind].keys(), (case, kind)  # nothing is missing anywhere
 
@@ -168,3 +200,24 @@ def test_the_cases_count_every_sample_of_an_odd_set_and_train(alone: dict) -> No
     for base in BASES:
         assert len(set(alone[base]["losses"])) == len(alone[base]["losses"]), base
     assert max(alone["vit"]["norms"]) > 1  # clipping at 0.1 was at work
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("parallel=fsdp",), ("parallel=pipeline",)])
+def test_compiled_blocks_give_the_same_numbers(layout: tuple, tmp_path: Path) -> None:
+    """Half a minute for a small model."""
+    run_ranks(1, compiled, (), str(tmp_path), timeout_s=120)
+    run_ranks(2, compiled, (*layout, "parallel.compile=true"), str(tmp_path), timeout_s=200)
+    one = torch.load(tmp_path / "1.0")
+    for rank in range(2):
+        many = torch.load(tmp_path / f"2.{rank}")
+        assert relative(one["losses"], many["losses"]) < 1e-12
+        assert relative(one["norms"], many["norms"]) < 1e-9
+
+
+def compiled(rank: int, over: tuple, folder: str) -> None:
+    n = int(os.environ["WORLD_SIZE"])
+    with joined(dict(os.environ) if n > 1 else None) as world:
+        found = steps(job_of(composed(*VIT, *over), world, change=perturb), 5)
+    found.pop("position")
+    torch.save(found, Path(folder) / f"{n}.{rank}")

@@ -1,10 +1,12 @@
 """What is split really is: bytes a rank, equal copies, random streams, and saving in a layout."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import toys
 from jobs import composed, job_of, joined, perturb, steps
 from ranks import run_ranks, train
 
@@ -123,3 +125,49 @@ def test_a_layout_resumes_bit_for_bit_and_gives_its_weights_to_one_process(
     for name, value in second.result()["final"].items():
         if name.startswith("val/"):
             assert alone[name] == pytest.approx(value, rel=1e-5), name
+
+
+def note_what_lives(rank: int) -> None:
+    """Print, where training begins, how many values all parameters of this process hold."""
+    import gc
+
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from meshwork import modes
+
+    def noted(job, fit=modes.MODES["train"]):
+        gc.collect()
+        found = (p for p in gc.get_objects() if isinstance(p, torch.nn.Parameter))
+        alive = {id(p): p.numel() for p in found if not isinstance(p, FakeTensor)}
+        own = sum(p.numel() for _, p in job.engine.named_parameters())
+        print(f"alive {sum(alive.values())} own {own}")
+        return fit(job)
+
+    modes.MODES["train"] = noted
+
+
+def test_a_rank_of_a_pipeline_keeps_no_other_rank_s_stages_in_memory(tmp_path: Path) -> None:
+    given = [*VIT, "parallel=pipeline", "logger=none", "data.workers=0", "trainer.max_steps=1"]
+    ended = train(2, *given, cwd=tmp_path, before=note_what_lives)
+    assert ended.codes == [0, 0], ended.all_err
+    for out in ended.out:
+        alive, own = map(int, re.search(r"alive (\d+) own (\d+)", out).groups())
+        assert alive == own > 10_000
+
+
+def test_what_goes_wrong_inside_a_layout_is_a_sentence(tmp_path: Path) -> None:
+    own = ["data._target_=toys.noise", "data.image_size=8", "model=timm", "model.name=own"]
+    hungry = [*own, "model._target_=toys.Woven", "model.args.hungry=true", "logger=none"]
+    hungry += ["parallel=pipeline", "trainer.global_batch_size=16", "data.workers=0"]
+    ended = train(2, *hungry, cwd=tmp_path, before=toys.allow)
+    assert max(ended.codes) == 2
+    assert "out of memory on the host with micro-batches of 2: type" in ended.all_err
+    assert "Traceback" not in ended.all_err
+    for split in ("train", "val"):
+        for name in "ab":
+            (tmp_path / "birds" / split / name).mkdir(parents=True)
+            (tmp_path / "birds" / split / name / "0.jpg").write_bytes(b"no image")
+    broken = ["data=imagefolder", "data.root=birds", "parallel=fsdp", "model=resnet18"]
+    ended = train(2, *broken, "trainer.global_batch_size=2", "logger=none", cwd=tmp_path)
+    assert ended.codes == [2, 2] and "Set data.on_bad_image=skip" in ended.all_err
+    assert "Traceback" not in ended.all_err

@@ -14,7 +14,7 @@ from meshwork.parallel.engine import autocast_of
 from meshwork.parallel.pipeline import SPLIT_BACKWARD, STAGES_PER_RANK, StagePlan, stage_plan
 from meshwork.parallel.tensor import TensorPlan
 from meshwork.parallel.tensor_plan import tensor_plan
-from meshwork.parallel.units import alone, called, stepped_into, units
+from meshwork.parallel.units import stepped_into, wrappable
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 
@@ -68,30 +68,21 @@ def check(
         stages = stage_plan(model, *given, keep=[r.name for r in tensor.regions] if tensor else ())
         _refuse_idle(model, stages, layout.pp)
     recomputes = p.activation_checkpointing != "none" or p.compile
-    names = _units(model, inputs) if stages is None and (layout.shards or recomputes) else ()
+    wraps = stages is None and (layout.shards or recomputes)
+    names = wrappable(model, inputs(2)) if wraps else ()
     return plan, Split(names, stages, tensor)
 
 
 def _refuse_idle(model: nn.Module, stages: StagePlan, pp: int) -> None:
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     for rank in range(pp):
-        numbers = stages.of_rank(rank, pp)
-        if not any(stages.held[i] & trained for i in numbers):
-            names = ", ".join(f"{stages.leaves[i][0]} to {stages.leaves[i][-1]}" for i in numbers)
+        held = [stages.parts[i] for i in stages.of_rank(rank, pp)]
+        if not any(n in trained for part in held for n, _ in part.named_parameters()):
+            names = ", ".join(f"{part.leaves[0]} to {part.leaves[-1]}" for part in held)
             raise ConfigError(
                 f"parallel.pp={pp}: pipeline rank {rank} ({names}) would train nothing under "
                 "model.freeze: use parallel=fsdp, or a smaller parallel.pp"
             )
-
-
-def _units(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """Blocks that may be wrapped: called as a whole, and sharing nothing with the rest."""
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        found = called(model, alone(model, list(units(model))), lambda: model(*inputs(2)))
-    model.train(training)
-    return tuple(found)
 
 
 def _table(
@@ -100,7 +91,7 @@ def _table(
     """(does not go together, what would)."""
     p, t = cfg.parallel, cfg.trainer
     splits = layout.pp > 1 and p.schedule in SPLIT_BACKWARD
-    dropped = any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+    synced = any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
     n_stages = layout.pp * STAGES_PER_RANK[p.schedule]
     return [
         (
@@ -140,7 +131,7 @@ def _table(
             f"parallel.pp={layout.pp} has {n_stages} stages: name {n_stages - 1}",
         ),
         (
-            dropped and device.type == "cpu",
+            synced and device.type == "cpu",
             "SyncBatchNorm does not run on a CPU: use BatchNorm, whose statistics are tied to "
             "trainer.micro_batch_size here",
         ),

@@ -50,7 +50,9 @@ class Engine:
         layout: Layout,
         plan: BatchPlan,
         world: World,
-        mesh: DeviceMesh | None = None,
+        shapes: dict[str, torch.Size],
+        fused: dict[str, int],
+        mesh: DeviceMesh | None,
     ):
         self.parts, self.wrapped, self.task = parts, wrapped, task
         self.module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
@@ -60,8 +62,7 @@ class Engine:
         self.counts = layout.tp_rank(rank) == 0
         axes = [a for a in ("dp_replicate", "dp_shard") if getattr(layout, a) > 1]
         self.data_groups = [mesh.get_group(a) for a in axes] if mesh else [None] * bool(axes)
-        self.shapes = {k: v.shape for k, v in _tensors(parts).items()}
-        self.fused: dict[str, int] = {}
+        self.shapes, self.fused = shapes, fused
         precision, kind = cfg.trainer.precision, world.device.type
         self.dtype = torch.float64 if precision == "fp64" else None
         self.autocast = autocast_of(precision, kind)
@@ -92,7 +93,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors of this rank under the names of the bare model; what is split are DTensors."""
-        return _tensors(self.parts)
+        return tensors_of(self.parts)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -156,10 +157,7 @@ class Engine:
         key = (len(batch), divisor, dtype)
         if self._constant[0] != key:  # the same in nearly every step
             scale = self.plan.ranks / divisor
-            self._constant = (
-                key,
-                torch.full((len(batch),), scale, dtype=dtype, device=batch.weight.device),
-            )
+            self._constant = key, torch.full_like(batch.weight, scale, dtype=dtype)
         return self._constant[1]
 
     def _divisor(self, batch: Batch) -> Tensor | int:
@@ -257,5 +255,6 @@ def common_prefixes(some: Collection[str], names: Collection[str]) -> list[str]:
     return list(found)
 
 
-def _tensors(parts: list[nn.Module]) -> dict[str, Tensor]:
+def tensors_of(parts: list[nn.Module]) -> dict[str, Tensor]:
+    """The state of modules as one dict of tensors by name."""
     return {k: v for part in parts for k, v in part.state_dict().items() if torch.is_tensor(v)}

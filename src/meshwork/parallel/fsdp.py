@@ -1,6 +1,7 @@
 """Sharded data parallelism: FSDP2 over the units of a model, gradient norms over every layout."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def shard(root: nn.Module, names: Collection[str], mesh: DeviceMesh, cfg: Parall
             modules[name].register_forward_hook(_no_view)
             fully_shard(modules[name], **given, mp_policy=policy)
     root.register_forward_hook(_no_view)
-    fully_shard(root, **given, mp_policy=policy)
+    fully_shard(root, **given, mp_policy=replace(policy, output_dtype=low and torch.float32))
 
 
 def _no_view(_: nn.Module, __: tuple, output: object) -> object:
@@ -57,7 +58,7 @@ def _reshard(cfg: Parallel) -> bool:
     return cfg.schedule not in SPLIT_BACKWARD if typed is None else typed
 
 
-def placement(parameter: Tensor, size: int) -> Shard | None:
+def placement(parameter: Tensor, size: int) -> Shard:
     """The first dimension that divides; else the first of all, which may be uneven."""
     dims = (d for d, n in enumerate(parameter.shape) if n % size == 0)
     return Shard(next(dims, 0))
@@ -76,7 +77,7 @@ def split_over(tensor: Tensor, axis: str) -> int | None:
     return getattr(found, "dim", None)  # a strided shard is no Shard
 
 
-def total_norm(gradients: Iterable[Tensor], mesh: DeviceMesh, device: torch.device) -> Tensor:
+def total_norm(gradients: list[Tensor], mesh: DeviceMesh, device: torch.device) -> Tensor:
     """Norm of the whole model's gradient, float64, the same on all ranks.
 
     Each element counts once: what tp splits is summed over tp, all over dp_shard and pp.

@@ -14,14 +14,13 @@ from meshwork.config import Config
 from meshwork.distributed import World
 from meshwork.mesh import Layout
 from meshwork.parallel.check import Split
-from meshwork.parallel.engine import Engine
+from meshwork.parallel.engine import Engine, tensors_of
 from meshwork.parallel.fsdp import shard
 from meshwork.parallel.gather import gather
 from meshwork.parallel.pipeline import SPLIT_BACKWARD
 from meshwork.parallel.pipeline_engine import PipelineEngine
-from meshwork.parallel.stage import Stage
 from meshwork.parallel.tensor import split
-from meshwork.parallel.units import compile_unit, recompute
+from meshwork.parallel.units import compile_unit, is_composite, recompute
 
 
 def parallelize(
@@ -40,21 +39,27 @@ def parallelize(
     """
     _set_torch(cfg)
     rank, stages = world.ranks.rank, split_up.stages
-    shapes = {k: v.shape for k, v in model.state_dict().items() if torch.is_tensor(v)}
+    shapes = {k: v.shape for k, v in tensors_of([model]).items()}
     only_ddp = layout.data_ranks == world.ranks.world_size and not layout.shards
     mesh = None if only_ddp else layout.mesh(world.device.type)
     if stages is None:
-        parts, names = [model], [split_up.units]
+        kind, parts, units = Engine, [model], [split_up.units]
     else:
         numbers = stages.of_rank(layout.pp_rank(rank), layout.pp)
-        given = (stages.train, stages.evaluate, stages.starts)
-        parts = [Stage(model, i, *given) for i in numbers]
-        names = [stages.leaves[i] for i in numbers]
-    parts = [part.to(world.device) for part in parts]
-    fused = {}
-    if split_up.tensor is not None:
-        for part in parts:
+        kind, parts = PipelineEngine, [stages.parts[i] for i in numbers]
+        units = [part.units for part in parts]
+    fused: dict[str, int] = {}
+    for part, names in zip(parts, units, strict=True):
+        part.to(world.device)
+        if split_up.tensor is not None:
             fused |= split(part, split_up.tensor, mesh["tp"])
+        for block in (part.get_submodule(n) for n in names):
+            if cfg.parallel.compile and is_composite(block):
+                compile_unit(block)
+            if cfg.parallel.activation_checkpointing == "full" and is_composite(block):
+                recompute(block, lambda: engine.recomputing())
+        if layout.shards:
+            shard(part, names, mesh, cfg.parallel)
     wrapped = parts[0]
     if only_ddp and layout.dp_replicate > 1:
         wrapped = DistributedDataParallel(
@@ -64,18 +69,7 @@ def parallelize(
             gradient_as_bucket_view=True,
             find_unused_parameters=cfg.parallel.find_unused_parameters,
         )
-    kind = Engine if stages is None else PipelineEngine
-    engine = kind(parts, wrapped, task, cfg, layout, plan, world, mesh)
-    engine.shapes, engine.fused = shapes, fused
-    for part, leaves in zip(parts, names, strict=True):
-        blocks = [m for n, m in part.named_modules() if n in leaves and any(m.children())]
-        for block in blocks:
-            if cfg.parallel.compile:
-                compile_unit(block)
-            if cfg.parallel.activation_checkpointing == "full":
-                recompute(block, engine.recomputing)
-        if layout.shards:
-            shard(part, leaves, mesh, cfg.parallel)
+    engine = kind(parts, wrapped, task, cfg, layout, plan, world, shapes, fused, mesh)
     if stages is not None:
         engine.connect(stages, layout)
         engine.module.pretrained_cfg = getattr(model, "pretrained_cfg", None)

@@ -15,7 +15,7 @@ from meshwork.parallel.stage import Stage
 from meshwork.parallel.trace import Untraceable, trace
 from meshwork.parallel.units import stepped_into
 
-# Stages a rank holds under each schedule, and how many micro-batches it asks for.
+# Stages a rank holds under each schedule.
 STAGES_PER_RANK = {
     "GPipe": 1,
     "1F1B": 1,
@@ -32,21 +32,14 @@ REFINE = 12  # units that may be taken apart in search of a balance
 class StagePlan:
     """How a model is cut.
 
-    starts: the leaf each stage but the first begins with. work: share of each stage. crossing:
-    bytes of one micro-batch that leave each stage but the last. into: modules that the graph steps
-    into. train, evaluate: the graphs. leaves: named modules that each stage calls. parameters: how
-    many each stage holds. held: their names.
+    starts: the leaf each stage but the first begins with. parts: the stages. work: share of each.
+    crossing: bytes of one micro-batch that leave each but the last.
     """
 
     starts: tuple[str, ...]
+    parts: tuple[Stage, ...]
     work: tuple[float, ...]
     crossing: tuple[int, ...]
-    into: frozenset[str]
-    train: fx.Graph
-    evaluate: fx.Graph
-    leaves: tuple[tuple[str, ...], ...]
-    parameters: tuple[int, ...]
-    held: tuple[frozenset[str], ...]
     schedule: str
 
     def rank_of(self, stage: int, pp: int) -> int:
@@ -56,7 +49,7 @@ class StagePlan:
 
     def of_rank(self, rank: int, pp: int) -> list[int]:
         """The stages of a pipeline rank."""
-        return [s for s in range(len(self.work)) if self.rank_of(s, pp) == rank]
+        return [s for s in range(len(self.parts)) if self.rank_of(s, pp) == rank]
 
 
 def stage_plan(
@@ -91,7 +84,7 @@ def stage_plan(
         places = _places(*cuts)
         best = _balanced(cuts[0], places, n_stages) if asked is None else _asked(asked, places)
         if best is not None and (found is None or best[0] < found[0]):
-            found = (*best, cuts, places, frozenset(into))
+            found = (*best, cuts, places)
         largest = _too_large(model, cuts[0], tried, n_stages)
         enough = found is not None and found[0] < 1.1 / n_stages
         if asked is not None or enough or largest is None or len(tried - set(keep)) >= REFINE:
@@ -178,23 +171,13 @@ def _too_large(model: nn.Module, cuts: Cuts, tried: set[str], n_stages: int) -> 
 
 
 def _plan(model: nn.Module, found: tuple, schedule: str) -> StagePlan:
-    _, starts, (train, evaluate), places, into = found
+    _, starts, (train, evaluate), places = found
     bounds = [0, *(places[s][0] for s in starts), len(train.nodes)]
     work, total = train.work(), sum(train.work())
-    parts = [train.nodes[a:b] for a, b in pairwise(bounds)]
-    leaves = tuple(
-        tuple(dict.fromkeys(n.target for n in part if n.op == "call_module")) for part in parts
-    )
-    stages = [Stage(model, i, train.graph, evaluate.graph, starts) for i in range(len(parts))]
     return StagePlan(
         tuple(starts),
+        tuple(Stage(model, i, train, evaluate, starts) for i in range(len(starts) + 1)),
         tuple(sum(work[a:b]) / total for a, b in pairwise(bounds)),
         tuple(size(places[s][1]) for s in starts),
-        into,
-        train.graph,
-        evaluate.graph,
-        leaves,
-        tuple(sum(p.numel() for p in s.parameters()) for s in stages),
-        tuple(frozenset(n for n, _ in s.named_parameters()) for s in stages),
         schedule,
     )

@@ -21,7 +21,7 @@ class PipelineEngine(Engine):
 
     def connect(self, stages: StagePlan, layout: Layout) -> None:
         """Make torch's stages and schedule; called once the parts are as they stay."""
-        n, device, group = len(stages.work), self.world.device, self.mesh.get_group("pp")
+        n, device, group = len(stages.parts), self.world.device, self.mesh.get_group("pp")
         self.pp_group = group
         ranks = (stages.rank_of(i, layout.pp) for i in range(n))
         self.holder = [dist.get_global_rank(group, r) for r in ranks]  # of each stage
@@ -31,7 +31,7 @@ class PipelineEngine(Engine):
         made = []
         for part in self.parts:
             ins, outs = part.metas[True]
-            args = {"input_args": _metas(ins), "output_args": _metas(outs)}
+            args = {"input_args": tuple(ins), "output_args": tuple(outs)}
             part.register_forward_pre_hook(self._begin_micro)
             part.forwards = {k: self._cast(f) for k, f in part.forwards.items()}
             made.append(PipelineStage(part, part.number, n, device, group=group, **args))
@@ -113,18 +113,10 @@ class PipelineEngine(Engine):
 
     def _received(self, part: Stage) -> list[Tensor]:
         ins = part.metas[False][0]
-        values = [torch.empty(tuple(v.shape), dtype=v.dtype, device=self.world.device) for v in ins]
+        values = [torch.empty_like(v, device=self.world.device) for v in ins]
         for value in values:
             dist.recv(value, src=self.holder[part.number - 1], group=self.pp_group)
         return values
-
-
-def _metas(values: list[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors on the meta device of these shapes, contiguous as a cut makes them."""
-    return tuple(
-        torch.empty(tuple(v.shape), dtype=v.dtype, device="meta", requires_grad=v.requires_grad)
-        for v in values
-    )
 
 
 def _joined(outputs: list[Any]) -> Any:

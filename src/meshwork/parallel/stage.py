@@ -1,14 +1,15 @@
 """One stage of a pipeline: a part of a model's graph with the modules that it calls."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from meshwork.parallel.cuts import Cuts
+from meshwork.parallel.cuts import Cuts, attribute
+from meshwork.parallel.units import alone
 
 
 class _Edge(torch.autograd.Function):
@@ -23,39 +24,47 @@ class _Edge(torch.autograd.Function):
         return gradient.contiguous()
 
 
-def edge(x: Tensor) -> Tensor:
-    """What enters or leaves a stage."""
-    return _Edge.apply(x)
+def edge(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What enters a stage, or leaves it in the dtype that the next one expects."""
+    return _Edge.apply(x if dtype is None else x.to(dtype))
 
 
 class Stage(nn.Module):
     """One stage of a model: its modules and parameters under the names of the bare model.
 
     Called with the tensors that cross the cut before it (the first: the model's inputs), returns
-    those that cross the cut behind it (the last: the model's output).
+    those that cross the cut behind it (the last: the model's output). metas: meta tensors of both,
+    by training mode. leaves: names of the modules that it calls, in order. units: those of them
+    that may be wrapped.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        number: int,
-        train: fx.Graph,
-        evaluate: fx.Graph,
-        starts: tuple[str, ...] | list[str],
+        self, model: nn.Module, number: int, train: Cuts, evaluate: Cuts, starts: Sequence[str]
     ):
         super().__init__()
         self.number, self.last = number, number == len(starts)
         self.metas: dict[bool, tuple[list[Tensor], list[Tensor]]] = {}
         self.forwards: dict[bool, Callable] = {}
-        for training, graph in ((True, train), (False, evaluate)):
-            part, ins, outs = _part(model, graph, number, starts)
-            self.metas[training] = ins, outs
-            targets = [n.target for n in part.nodes if n.op in ("call_module", "get_attr")]
-            for target in [*_first_names(model, targets), *targets]:
+        called: dict[str, None] = {}
+        read: dict[str, None] = {}
+        for training, cuts in ((True, train), (False, evaluate)):
+            part, ins, outs = _part(cuts, number, starts)
+            self.metas[training] = [_shape(t) for t in ins], [_shape(t) for t in outs]
+            calls, reads = _targets(part, "call_module"), _targets(part, "get_attr")
+            for target in [*_first_names(model, calls), *calls, *reads]:
                 _attach(self, model, target)
             self.forwards[training] = type(fx.GraphModule(model, part)).forward
+            called |= dict.fromkeys(calls)
+            read |= dict.fromkeys(reads)
+        self.leaves = tuple(called)
+        unread = [n for n in called if not any(name.startswith(f"{n}.") for name in read)]
+        self.units = tuple(alone(self, unread))
         if number == 0:  # what no stage uses still belongs to the model
-            used = {id(t) for name in _used(train, evaluate) for t in _owned(model, name)}
+            graphs = [
+                (c.graph, op) for c in (train, evaluate) for op in ("call_module", "get_attr")
+            ]
+            names = {name for graph, op in graphs for name in _targets(graph, op)}
+            used = {id(t) for name in names for t in _owned(model, name)}
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if id(tensor) not in used:
                     _attach(self, model, name)
@@ -64,10 +73,16 @@ class Stage(nn.Module):
         return self.forwards[self.training](self, *inputs)
 
 
+def _shape(value: Tensor) -> Tensor:
+    """A meta tensor of a value's shape, contiguous as a cut makes it; nothing hangs on it."""
+    given = {"dtype": value.dtype, "device": "meta", "requires_grad": value.requires_grad}
+    return torch.empty(tuple(value.shape), **given)
+
+
 def _first_names(model: nn.Module, targets: list[str]) -> list[str]:
     """Names of the modules of these targets in the model's order: where one stands in two places,
     the first gives its parameters their names."""
-    called = [m for t in targets if isinstance(m := operator.attrgetter(t)(model), nn.Module)]
+    called = [model.get_submodule(t) for t in targets]
     tops, inside = {id(m) for m in called}, {id(m) for c in called for m in c.modules()}
     names: list[str] = []
     for name, module in model.named_modules():
@@ -77,12 +92,12 @@ def _first_names(model: nn.Module, targets: list[str]) -> list[str]:
     return names
 
 
-def _used(*graphs: fx.Graph) -> set[str]:
-    return {n.target for g in graphs for n in g.nodes if n.op in ("call_module", "get_attr")}
+def _targets(graph: fx.Graph, op: str) -> list[str]:
+    return [n.target for n in graph.nodes if n.op == op]
 
 
 def _owned(model: nn.Module, target: str) -> list[Tensor]:
-    found = operator.attrgetter(target)(model)
+    found = attribute(model, target)
     return [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
 
 
@@ -108,10 +123,9 @@ def _attach(stage: nn.Module, model: nn.Module, target: str) -> None:
 
 
 def _part(
-    model: nn.Module, graph: fx.Graph, number: int, starts: Iterable[str]
+    cuts: Cuts, number: int, starts: Sequence[str]
 ) -> tuple[fx.Graph, list[Tensor], list[Tensor]]:
     """The graph of one stage, with fake tensors of what enters and leaves it."""
-    cuts = Cuts(model, graph)
     bounds = [0, *(cuts.first[s] for s in starts), len(cuts.nodes)]
     begin, end = bounds[number], bounds[number + 1]
     part, at = fx.Graph(), {}
@@ -138,15 +152,12 @@ def _part(
         sent = []
         for node in cuts.crossing(end):
             sent += _left(part, at[node], node.meta["value"], outs)
-        part.output(tuple(part.call_function(edge, (n,)) for n in sent))
+        pairs = zip(sent, outs, strict=True)
+        part.output(tuple(part.call_function(edge, (n, v.dtype)) for n, v in pairs))
     else:
-        outs = tree_leaves(cuts.nodes[-1].args and _value_of(cuts.nodes[-1]))
+        outs = tree_leaves(fx.node.map_arg(cuts.nodes[-1].args[0], lambda n: n.meta["value"]))
     part.lint()
     return part, ins, outs
-
-
-def _value_of(output: fx.Node) -> Any:
-    return fx.node.map_arg(output.args[0], lambda n: n.meta["value"])
 
 
 def _entered(part: fx.Graph, value: Any, ins: list[Tensor]) -> Any:
@@ -165,10 +176,8 @@ def _left(part: fx.Graph, node: Any, value: Any, outs: list[Tensor]) -> list[fx.
         return [node]
     found = []
     for i, v in enumerate(value):
-        item = node[i] if isinstance(node, list) else part.call_function(_item, (node, i))
+        item = (
+            node[i] if isinstance(node, list) else part.call_function(operator.getitem, (node, i))
+        )
         found += _left(part, item, v, outs)
     return found
-
-
-def _item(values: Any, i: int) -> Any:
-    return values[i]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwork.config import ConfigError
-from meshwork.models.unchanged import unchanged
 from meshwork.parallel.tensor import Region, TensorPlan
 from meshwork.parallel.tensor_trial import Seen, tried_out
+from meshwork.parallel.units import Calls
 
 QUERIES = {"qkv", "kv", "q", "k", "v", "q_proj", "k_proj", "v_proj", "query", "key", "value"}
 
@@ -126,18 +126,20 @@ def _watch(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Seen]:
     hooks = [
         model.get_submodule(n).register_forward_pre_hook(hook(n), with_kwargs=True) for n in names
     ]
-    with unchanged(model):
-        model.eval()
-        try:
-            model(*inputs)
-        finally:
-            for handle in hooks:
-                handle.remove()
+    calls = Calls(model, names)
+    try:
+        calls.run(model, inputs)
+    finally:
+        for handle in hooks:
+            handle.remove()
     owners = [id(m) for _, m in model.named_modules(remove_duplicate=False)]
     return {
         n: s
         for n, s in seen.items()
-        if s.calls == 1 and owners.count(id(model.get_submodule(n))) == 1 and _plain(s)
+        if s.calls == 1
+        and n not in calls.read  # what another module reads stays whole
+        and owners.count(id(model.get_submodule(n))) == 1
+        and _plain(s)
     }
 
 

@@ -3,10 +3,15 @@ cut."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+
+from meshwork.models.unchanged import unchanged
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -42,30 +47,68 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _holds_blocks(module: nn.Module) -> bool:
     containers = (c for c in module.children() if isinstance(c, CONTAINERS))
-    return any(sum(_is_composite(m) for m in c.children()) >= 2 for c in containers)
+    return any(sum(is_composite(m) for m in c.children()) >= 2 for c in containers)
 
 
-def _is_composite(module: nn.Module) -> bool:
+def is_composite(module: nn.Module) -> bool:
+    """Whether a module has children."""
     return any(True for _ in module.children())
 
 
-def called(model: nn.Module, names: Collection[str], run: Callable[[], object]) -> list[str]:
-    """Those of the named modules that `run` calls, in the order of their first call.
+class Calls(TorchFunctionMode):
+    """Watches the named modules while a model runs: `called`, in the order of their first call, and
+    `read`, those whose parameters an operation takes while they do not run themselves."""
 
-    A module whose weights another one reads without calling it must stay a part of that one.
-    """
-    order: dict[str, None] = {}
-    modules = dict(model.named_modules())
-    hooks = [
-        modules[name].register_forward_pre_hook(lambda *_, name=name: order.setdefault(name))
-        for name in names
-    ]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(order)
+    def __init__(self, model: nn.Module, names: Collection[str]):
+        super().__init__()
+        self.called: dict[str, None] = {}
+        self.read: set[str] = set()
+        self.modules = {name: model.get_submodule(name) for name in names}
+        self.running: list[str] = []
+        self.owners: dict[int, list[str]] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters():
+                self.owners.setdefault(id(parameter), []).append(name)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", None) != "__get__":  # a shape or dtype alone is no read
+            for value in tree_leaves((args, kwargs)):
+                owners = self.owners.get(id(value), ()) if torch.is_tensor(value) else ()
+                self.read.update(name for name in owners if name not in self.running)
+        return func(*args, **(kwargs or {}))
+
+    def run(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Run the model once in evaluation mode; it is left as it was."""
+        hooks = []
+        for name, module in self.modules.items():
+
+            def enters(*_: object, name: str = name) -> None:
+                self.called.setdefault(name)
+                self.running.append(name)
+
+            def leaves(*_: object) -> None:
+                self.running.pop()
+
+            hooks.append(module.register_forward_pre_hook(enters))
+            hooks.append(module.register_forward_hook(leaves, always_call=True))
+        try:
+            with unchanged(model), self:
+                model.eval()
+                model(*inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def wrappable(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
+    """Units that may be wrapped, in the order of their calls: called as a whole, read by no other
+    module, sharing nothing."""
+    calls = Calls(model, alone(model, units(model)))
+    with torch.no_grad():
+        calls.run(model, inputs)
+    return tuple(name for name in calls.called if name not in calls.read)
 
 
 def alone(model: nn.Module, names: Collection[str]) -> list[str]:
