@@ -6,6 +6,15 @@ from typing import Any
 from meshwork.config import ConfigError, Parallel
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp")
+# Stages a rank holds of a pipeline under each schedule.
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 @dataclass(frozen=True)

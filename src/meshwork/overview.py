@@ -7,11 +7,10 @@ import torch
 from meshwork.batch import BatchPlan
 from meshwork.config import Config
 from meshwork.distributed import World
-from meshwork.mesh import Layout
+from meshwork.mesh import STAGES_PER_RANK, Layout
 from meshwork.optim import Horizon, build_optimizer
 from meshwork.parallel.check import Split
 from meshwork.parallel.fsdp import placement
-from meshwork.parallel.pipeline import STAGES_PER_RANK
 
 
 def ranks_row(world: World) -> str:

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from meshwork.batch import BatchPlan
 from meshwork.config import Config, ConfigError
-from meshwork.mesh import Layout
+from meshwork.mesh import SPLIT_BACKWARD, STAGES_PER_RANK, Layout
 from meshwork.parallel.batchnorm import couples_samples
 from meshwork.parallel.engine import autocast_of
-from meshwork.parallel.pipeline import SPLIT_BACKWARD, STAGES_PER_RANK, StagePlan, stage_plan
-from meshwork.parallel.tensor import TensorPlan
-from meshwork.parallel.tensor_plan import tensor_plan
 from meshwork.parallel.units import stepped_into, wrappable
+
+if TYPE_CHECKING:  # where nothing is split none of it is imported
+    from meshwork.parallel.pipeline import StagePlan
+    from meshwork.parallel.tensor import TensorPlan
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 
@@ -24,8 +26,8 @@ class Split:
     """What is done to the model. units: names of its blocks, in the order of their calls."""
 
     units: tuple[str, ...] = ()
-    stages: StagePlan | None = None
-    tensor: TensorPlan | None = None
+    stages: "StagePlan | None" = None
+    tensor: "TensorPlan | None" = None
 
 
 def check(
@@ -59,10 +61,15 @@ def check(
             f"{layout.pp} and {plan.n_micro} micro-batches a rank would cut: set parallel.pp=1 and "
             "trainer.micro_batch_size=null"
         )
-    apart = stepped_into(model) if layout.pp > 1 else ()
-    tensor = tensor_plan(model, inputs(2), layout.tp, apart) if layout.tp > 1 else None
-    stages = None
+    tensor = stages = None
+    if layout.tp > 1:
+        from meshwork.parallel.tensor_plan import tensor_plan
+
+        apart = stepped_into(model) if layout.pp > 1 else ()
+        tensor = tensor_plan(model, inputs(2), layout.tp, apart)
     if layout.pp > 1:
+        from meshwork.parallel.pipeline import stage_plan
+
         autocast = autocast_of(t.precision, "cpu")
         given = inputs(plan.micro), n_stages, p.schedule, p.stages, autocast
         stages = stage_plan(model, *given, keep=[r.name for r in tensor.regions] if tensor else ())
@@ -73,7 +80,7 @@ def check(
     return plan, Split(names, stages, tensor)
 
 
-def _refuse_idle(model: nn.Module, stages: StagePlan, pp: int) -> None:
+def _refuse_idle(model: nn.Module, stages: "StagePlan", pp: int) -> None:
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     for rank in range(pp):
         held = [stages.parts[i] for i in stages.of_rank(rank, pp)]

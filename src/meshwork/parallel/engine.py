@@ -118,19 +118,17 @@ class Engine:
         """
         divisor = self._divisor(batch)
         micro_batches = batch.split(self.plan.micro)
-        n_real = self._real_micro(batch)
+        counts = self._statistics is not None
+        n_real = self.plan.real_micro(self.data_rank, batch.total) if counts else 0
         shares = self._run(micro_batches, n_real, divisor)
-        if self._statistics is not None:
+        if counts:
             self._statistics.commit(n_real * self.plan.ranks * self.plan.micro / batch.total)
         if not self._grads_checked:
             self._check_gradients()
         return shares if self.counts else {k: v * 0 for k, v in shares.items()}
 
-    def _real_micro(self, batch: Batch) -> int:
-        """Micro-batches that are no dummies, where statistics of them are kept."""
-        return 0 if self._statistics is None else self.plan.real_micro(self.data_rank, batch.total)
-
     def _run(self, micro_batches: list[Batch], n_real: int, divisor: Tensor | int) -> dict:
+        """Shares of the step; n_real: micro-batches that are no dummies, where BatchNorm counts."""
         last, shares = len(micro_batches) - 1, None
         for i, micro in enumerate(micro_batches):
             with nullcontext() if i == last else self._no_sync():

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwork.batch import map_tensors
 from meshwork.config import Parallel
+from meshwork.mesh import SPLIT_BACKWARD
 from meshwork.parallel.batchnorm import batch_norms
-from meshwork.parallel.pipeline import SPLIT_BACKWARD
 
 SMALL = 0.01  # units with less than this share of the parameters stay with the root's group
 

@@ -12,14 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwork.batch import BatchPlan
 from meshwork.config import Config
 from meshwork.distributed import World
-from meshwork.mesh import Layout
+from meshwork.mesh import SPLIT_BACKWARD, Layout
 from meshwork.parallel.check import Split
 from meshwork.parallel.engine import Engine, tensors_of
 from meshwork.parallel.fsdp import shard
 from meshwork.parallel.gather import gather
-from meshwork.parallel.pipeline import SPLIT_BACKWARD
-from meshwork.parallel.pipeline_engine import PipelineEngine
-from meshwork.parallel.tensor import split
 from meshwork.parallel.units import compile_unit, is_composite, recompute
 
 
@@ -45,6 +42,8 @@ def parallelize(
     if stages is None:
         kind, parts, units = Engine, [model], [split_up.units]
     else:
+        from meshwork.parallel.pipeline_engine import PipelineEngine
+
         numbers = stages.of_rank(layout.pp_rank(rank), layout.pp)
         kind, parts = PipelineEngine, [stages.parts[i] for i in numbers]
         units = [part.units for part in parts]
@@ -52,6 +51,8 @@ def parallelize(
     for part, names in zip(parts, units, strict=True):
         part.to(world.device)
         if split_up.tensor is not None:
+            from meshwork.parallel.tensor import split
+
             fused |= split(part, split_up.tensor, mesh["tp"])
         for block in (part.get_submodule(n) for n in names):
             if cfg.parallel.compile and is_composite(block):

@@ -10,20 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from meshwork.config import ConfigError
+from meshwork.mesh import STAGES_PER_RANK
 from meshwork.parallel.cuts import Cuts, facts, size
 from meshwork.parallel.stage import Stage
 from meshwork.parallel.trace import Untraceable, trace
 from meshwork.parallel.units import stepped_into
 
-# Stages a rank holds under each schedule.
-STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-}
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 BYTE = 50  # operations that take as long as sending one byte
 REFINE = 12  # units that may be taken apart in search of a balance
 

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._pytree import tree_leaves
 
 from meshwork.batch import Batch, map_tensors
-from meshwork.mesh import Layout
+from meshwork.mesh import STAGES_PER_RANK, Layout
 from meshwork.parallel.engine import Engine
-from meshwork.parallel.pipeline import STAGES_PER_RANK, StagePlan
+from meshwork.parallel.pipeline import StagePlan
 from meshwork.parallel.stage import Stage
 
 
