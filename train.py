@@ -23,7 +23,7 @@ CONF = HERE / "conf"
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 finished, 1 failure, 2 wrong input."""
+    """Exit code: 0 finished, 1 failure, 2 wrong input, 75 stopped on request (torchrun: 0)."""
     if cli.wants_help(argv):
         print(cli.help_text(CONF))
         return 0
@@ -48,21 +48,24 @@ def main(argv: list[str]) -> int:
 
 def run(cfg: config.Config, ranks: Ranks) -> float | None:
     """One run, from its config to its result; returns the objective."""
-    from meshwork import build, checkpoint, distributed, modes, optim, rundir
+    from meshwork import build, distributed, modes, optim, resume, rundir
+    from meshwork.checkpoint import Saver
     from meshwork.console import start_table
+    from meshwork.ema import Ema
+    from meshwork.job import Job
     from meshwork.mesh import Layout
     from meshwork.overview import ranks_row, rows_of_plan
     from meshwork.parallel.check import check
     from meshwork.parallel.parallelize import parallelize
     from meshwork.report import Report
-    from meshwork.trainer import Job
+    from meshwork.stopping import Stop
 
     hydra_config = HydraConfig.get()
     overrides = list(hydra_config.overrides.task)
     sweep = rundir.sweep_of(hydra_config)
     rundir.check_writable(cfg, sweep)
     build.check_logger(cfg)
-    checkpoint.find(cfg.checkpoint.resume, None)
+    resume.check(cfg.checkpoint.resume)
 
     device = distributed.pick_device(cfg.runtime.device, ranks)
     world_size = ranks.world_size if isinstance(cfg.dry_run, bool) else cfg.dry_run
@@ -78,16 +81,23 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         print(start_table([("dry run", f"{world_size} ranks, nothing started"), *rows]))
         return None
 
-    with distributed.start(ranks, device, cfg.runtime.timeout_s) as world:
+    limits = cfg.runtime.timeout_s, cfg.runtime.step_timeout_s
+    with distributed.start(ranks, device, *limits) as world:
         world.require_same("the command line", overrides)
         world.require_same("data.root", build.data_facts(data))
         world.run = folder = rundir.enter(cfg, world, overrides, sweep)
-        rundir.log_to_file(folder, ranks.rank)
+        rundir.log_to_file(folder, world)
         if world.is_main:
             rundir.describe(folder, cfg, world, hydra_config, overrides)
         loggers = build.build_loggers(cfg, folder, sweep) if world.is_main else []
         report = Report(cfg, folder, world, loggers, data, model, task)
         world.at_exit.append(report.finish)
+        found = resume.choose(cfg, folder, world)
+        if found is not None and cfg.mode == "train":
+            found = resume.settle(cfg, found, plan, data, layout)
+            if plan.coupled:  # BatchNorm goes on over as many samples
+                plan, split = check(cfg, model, task, layout, device, inputs)
+            horizon = resume.horizon_of(cfg, found, plan, len(data.train), horizon)
         engine = parallelize(model, task, cfg, layout, plan, split, world)
         optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
         schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
@@ -95,9 +105,14 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         report.table(
             [*rundir.rows(folder), ("ranks", ranks_row(world)), *rows, report.logging_row()]
         )
-        job = Job(cfg, world, folder, engine, plan, horizon, data, optimizer, schedule, report)
-        outcome = modes.MODES[cfg.mode](job)
-        return report.result(outcome, overrides)
+        ema = Ema(engine, cfg.trainer.ema_decay) if cfg.trainer.ema_decay is not None else None
+        saver, stop = Saver(cfg.checkpoint, folder.checkpoints, world), Stop(world, folder.path)
+        parts = engine, plan, horizon, data, optimizer, schedule, report, saver, stop, ema, found
+        outcome = modes.MODES[cfg.mode](Job(cfg, world, folder, *parts))
+        objective = report.result(outcome, overrides, stop.reason)
+    if outcome.stopped and ranks.source != "torchrun":  # which would take it for a failure
+        raise start.Reported(start.STOPPED)
+    return objective
 
 
 if __name__ == "__main__":

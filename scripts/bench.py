@@ -26,15 +26,18 @@ from torch.utils.data import DataLoader, default_collate  # noqa: E402
 
 from meshwork import build, config, optim, trainer  # noqa: E402
 from meshwork.batch import Batch  # noqa: E402
+from meshwork.checkpoint import Saver  # noqa: E402
 from meshwork.data.loader import Samples, loader, train_steps  # noqa: E402
 from meshwork.data.splits import Splits  # noqa: E402
 from meshwork.distributed import World  # noqa: E402
+from meshwork.job import Job  # noqa: E402
 from meshwork.mesh import Layout  # noqa: E402
 from meshwork.parallel.check import check  # noqa: E402
 from meshwork.parallel.parallelize import parallelize  # noqa: E402
 from meshwork.ranks import Ranks  # noqa: E402
 from meshwork.report import Report  # noqa: E402
 from meshwork.rundir import RunDir  # noqa: E402
+from meshwork.stopping import Stop  # noqa: E402
 
 LOG_EVERY = 50
 ROUNDS = 5
@@ -89,7 +92,9 @@ def ours(model: nn.Module, source: DataLoader, cfg: config.Config, folder: Path)
     optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
     schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
     report = Quiet(cfg, run, world, [], data, model, task)
-    job = trainer.Job(cfg, world, run, engine, plan, horizon, data, optimizer, schedule, report)
+    saver, stop = Saver(cfg.checkpoint, run.checkpoints, world), Stop(world, folder)
+    parts = engine, plan, horizon, data, optimizer, schedule, report, saver, stop
+    job = Job(cfg, world, run, *parts)
     began = time.perf_counter()
     trainer.fit(job)
     seconds = time.perf_counter() - began

@@ -10,15 +10,19 @@ import torch
 import toys
 from hydra import compose, initialize_config_dir
 
-from meshwork import build, cli, config, distributed, optim
+from meshwork import build, cli, config, distributed, optim, resume
+from meshwork.checkpoint import Position, Saver
 from meshwork.distributed import World
+from meshwork.ema import Ema
+from meshwork.job import Job
 from meshwork.mesh import Layout
 from meshwork.parallel.check import check
 from meshwork.parallel.fsdp import whole
 from meshwork.parallel.parallelize import parallelize
 from meshwork.ranks import Ranks, ranks_from
 from meshwork.rundir import RunDir
-from meshwork.trainer import Job, Position, advance, train_batches
+from meshwork.stopping import Stop
+from meshwork.trainer import advance, train_batches
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -70,11 +74,18 @@ def job_of(cfg: config.Config, world: World, folder: Path = Path("."), change: A
     inputs = partial(build.example_inputs, cfg, data, model, task)
     plan, split = check(cfg, model, task, layout, world.device, inputs)
     horizon, options = optim.check(cfg, model, data, plan)
+    found = resume.choose(cfg, RunDir(folder, "test", 1), world)
+    if found is not None and cfg.mode == "train":
+        found = resume.settle(cfg, found, plan, data, layout)
+        horizon = resume.horizon_of(cfg, found, plan, len(data.train), horizon)
     engine = parallelize(model, task, cfg, layout, plan, split, world)
     optimizer = optim.build_optimizer(cfg.optimizer, engine.named_parameters(), options)
     schedule = optim.Schedule(cfg.scheduler, optimizer, horizon)
+    ema = Ema(engine, cfg.trainer.ema_decay) if cfg.trainer.ema_decay is not None else None
     run = RunDir(folder, "test", 1)
-    return Job(cfg, world, run, engine, plan, horizon, data, optimizer, schedule, Silent())
+    saver, stop = Saver(cfg.checkpoint, run.checkpoints, world), Stop(world, folder)
+    parts = engine, plan, horizon, data, optimizer, schedule, Silent(), saver, stop, ema, found
+    return Job(cfg, world, run, *parts)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ from jobs import composed, job_of, joined, steps
 from ranks import run_ranks, train
 from torch.distributed.checkpoint import FileSystemWriter
 
-from meshwork import checkpoint, trainer
-from meshwork.checkpoint import MARKER, Position, complete, find, newest, read_model
+from meshwork import checkpoint, resume, trainer
+from meshwork.checkpoint import Position, read_model
+from meshwork.checkpoint_files import MARKER, STATE, complete, newest, read_state
 from meshwork.config import ConfigError
+from meshwork.job import load
 from meshwork.models.weights import read_weights
-from meshwork.tensor_reader import entries_of
+from meshwork.resume import candidates
+from meshwork.rundir import RunDir
+from meshwork.tensor_files import entries_of
 
 OWN = ("model=timm", "model.name=own", "data._target_=toys.noise", "data.image_size=8")
 MLP = (*OWN, "model._target_=toys.Mlp", "trainer.global_batch_size=32")
@@ -63,7 +68,7 @@ def test_names_are_those_of_the_bare_model_on_any_number_of_ranks(tmp_path: Path
 
 
 def test_all_but_tensors_is_json(honest: Path) -> None:
-    state = json.loads((honest / MARKER).read_text())
+    state = json.loads((honest / STATE).read_text())
     assert {k: state[k] for k in ("step", "samples", "epoch", "offset", "order_version")} == {
         "step": 2,
         "samples": 64,
@@ -72,7 +77,10 @@ def test_all_but_tensors_is_json(honest: Path) -> None:
         "order_version": 1,
     }
     assert (state["seed"], state["global_batch_size"], state["optimizer"]) == (0, 32, "AdamW")
-    assert sorted(p.suffix for p in honest.iterdir()) == ["", ".distcp", ".json"]
+    assert sorted(p.suffix for p in honest.iterdir()) == ["", ".distcp", ".json", ".json"]
+    assert json.loads((honest / MARKER).read_text())["files"].keys() == {
+        p.name for p in honest.iterdir() if p.name != MARKER
+    }
 
 
 def test_the_newest_keep_and_the_best_stay(tmp_path: Path) -> None:
@@ -113,12 +121,13 @@ def test_timm_optimizers_go_on_bit_for_bit_from_a_checkpoint(tmp_path: Path) -> 
             cfg.optimizer.name = name
             whole = job_of(cfg, world)
             steps(whole, 2)
-            path = tmp_path / name
-            args = (whole.engine, whole.optimizer, Position(step=2), world)
-            folder = checkpoint.save(path, *args, {})
+            saver = checkpoint.Saver(cfg.checkpoint, tmp_path / name, world)
+            saver.save(whole.engine, whole.optimizer, None, Position(step=2), {})
+            folder = saver.wait()
             wanted = steps(whole, 2)
             again = job_of(cfg, world)
-            checkpoint.load(folder, again.engine, again.optimizer, world)
+            state = read_state(folder)
+            checkpoint.load(folder, state, again.engine, again.optimizer, None, world)
             found = steps(again, 2)
             assert found["losses"] == wanted["losses"], name
             for key, value in wanted["weights"].items():
@@ -130,11 +139,13 @@ def test_timm_optimizers_go_on_bit_for_bit_from_a_checkpoint(tmp_path: Path) -> 
 
 def test_a_run_a_checkpoints_folder_and_a_checkpoint_can_be_named(honest: Path) -> None:
     run = honest.parent.parent
+    here, elsewhere = (RunDir(path, "test", 1) for path in (run, Path("elsewhere")))
     for typed in (run, honest.parent, honest):
-        assert find(str(typed), Path("elsewhere")) == honest
-    assert find("auto", run) == honest
-    assert find("auto", Path("elsewhere")) is None
-    assert find("never", run) is None
+        assert candidates(str(typed), elsewhere) == [honest]
+    assert candidates("auto", here) == candidates("best", here) == [honest]
+    assert candidates("auto", elsewhere) == candidates("never", here) == []
+    with pytest.raises(ConfigError, match=r"checkpoint.resume=best: .* has no best.json"):
+        candidates("best", elsewhere)
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, honest: Path) -> None:
@@ -145,36 +156,38 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, honest: Path) ->
         ("/not/here", "does not exist"),
     ):
         with pytest.raises(ConfigError, match=f"checkpoint.resume={typed} {said}"):
-            find(str(typed), tmp_path)
+            resume.check(str(typed))
 
 
 def test_a_checkpoint_of_another_model_lists_what_differs(honest: Path) -> None:
     with joined() as world:
         job = job_of(composed(*MLP, "model.args.hidden=8", f"checkpoint.resume={honest}"), world)
         with pytest.raises(ConfigError) as error:
-            trainer.resume(job, True)
+            load(job, True)
         text = str(error.value)
         assert str(honest) in text and "3 in all" in text
         assert "first.weight has shape [16, 64], here [8, 64]" in text
         deeper = job_of(composed(*OWN, "model._target_=toys.Unused"), world)
         with pytest.raises(ConfigError, match=r"aux\.0\.weight is missing.*4 in all"):
-            checkpoint.load(honest, deeper.engine, None, world)
+            checkpoint.load(honest, {}, deeper.engine, None, None, world)
 
 
 def test_the_seed_goes_on_and_another_optimizer_starts_afresh(honest: Path) -> None:
     given = (*MLP, f"checkpoint.resume={honest}", "seed=7", "optimizer=sgd")
     with joined() as world:
         job = job_of(composed(*given), world)
-        outcome = trainer.resume(job, True)
+        outcome = load(job, True)
         assert outcome.position == Position(2, 64, 0, 64) and job.cfg.seed == 0
-        assert job.report.notes[1:] == [
-            "seed=0 as in the checkpoint, not 7",
+        assert job.report.notes == [
+            "seed: 0 in the checkpoint, 7 asked, 0 used",
+            "optimizer.lr: 0.001 in the checkpoint, 0.1 asked, 0.1 used",
+            f"loaded {honest}: step 2, epoch 0",
             "SGD starts afresh: the checkpoint has the state of AdamW",
         ]
         assert not job.optimizer.state
         steps(job, 1)
-        weights_only = job_of(composed(*given), world)
-        trainer.resume(weights_only, False)
+        weights_only = job_of(composed(*given, "mode=validate"), world)
+        load(weights_only, False)
         assert weights_only.cfg.seed == 7
 
 
@@ -216,6 +229,13 @@ class Evil:
         return os.system, (f"touch {self.marker}",)
 
 
+def complete_again(folder: Path) -> None:
+    """Whoever plants something also makes the checksums fit."""
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != MARKER}
+    facts = {name: [len(data), zlib.crc32(data)] for name, data in files.items()}
+    (folder / MARKER).write_text(json.dumps({"files": facts}))
+
+
 def evil_metadata(folder: Path, marker: Path) -> str:
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     return ".metadata"
@@ -234,13 +254,13 @@ def bytes_entry(folder: Path, marker: Path) -> str:
     shutil.rmtree(folder)
     dcp.save({"model.x": Evil(marker)}, storage_writer=FileSystemWriter(folder), no_dist=True)
     state = {"step": 1, "samples": 1, "epoch": 0, "offset": 1}
-    (folder / MARKER).write_text(json.dumps(state))
+    (folder / STATE).write_text(json.dumps(state))
     return ".metadata"
 
 
 def evil_state(folder: Path, marker: Path) -> str:
-    (folder / MARKER).write_bytes(pickle.dumps(Evil(marker)))
-    return MARKER
+    (folder / STATE).write_bytes(pickle.dumps(Evil(marker)))
+    return STATE
 
 
 def evil_data(folder: Path, marker: Path) -> str:
@@ -265,10 +285,10 @@ def test_a_checkpoint_from_a_stranger_runs_nothing_and_names_the_file(
     folder, marker = tmp_path / "evil", tmp_path / "marker"
     shutil.copytree(honest, folder)
     file = folder / plant(folder, marker)
+    complete_again(folder)
     with joined() as world:
-        job = job_of(composed(*MLP, f"checkpoint.resume={folder}"), world)
         with pytest.raises(ConfigError) as error:
-            trainer.resume(job, True)
+            load(job_of(composed(*MLP, f"checkpoint.resume={folder}"), world), True)
         assert str(file) in str(error.value)
         if plant is not evil_state:
             with pytest.raises(ConfigError, match=file.name):
@@ -293,6 +313,7 @@ def test_refusing_is_one_sentence_and_two_ranks_end(honest: Path, tmp_path: Path
     trained(tmp_path, *VIT)
     shutil.copytree(newest(tmp_path), folder)
     evil_data(folder, marker)
+    complete_again(folder)
     given = [*VIT, "logger=none", "data.workers=0", f"checkpoint.resume={folder}"]
     ended = train(2, *given, cwd=tmp_path)
     assert 0 not in ended.codes and not marker.exists()

@@ -11,7 +11,8 @@ from PIL import Image
 from ranks import Ended, train
 
 from meshwork import build
-from meshwork.checkpoint import newest, read_model
+from meshwork.checkpoint import read_model
+from meshwork.checkpoint_files import newest
 
 CLASSES = ["cat", "dog", "ähm, fish"]
 TINY = ["model.args={patch_size: 8, depth: 1}", "logger=none", "data.workers=0"]

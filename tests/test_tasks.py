@@ -11,7 +11,8 @@ from jobs import composed, job_of, joined, perturb
 from ranks import train
 
 from meshwork.batch import Batch
-from meshwork.checkpoint import Position, newest, read_model
+from meshwork.checkpoint import Position, read_model
+from meshwork.checkpoint_files import newest
 from meshwork.tasks import Classification
 from meshwork.trainer import fit, train_batches
 

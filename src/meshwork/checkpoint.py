@@ -1,13 +1,9 @@
 """Checkpoints: tensors by the bare model's names through torch.distributed.checkpoint, the rest as
-JSON.
-
-A checkpoint is a folder step_<n>: torch's files, and state.json, written last, which marks it
-complete.
+JSON. checkpoint_files.py knows their folders.
 """
 
-import json
-import shutil
-import warnings
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +12,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwork import config
+from meshwork.checkpoint_files import DiskFull, tidy, write
 from meshwork.config import ConfigError
 from meshwork.data.order import VERSION
 from meshwork.distributed import World
+from meshwork.ema import Ema
 from meshwork.parallel.engine import Engine
-from meshwork.parallel.fsdp import put, whole
+from meshwork.parallel.fsdp import local, put, whole
 
-MARKER = "state.json"
 # Plain numbers of an optimizer are saved as tensors; a suffix says what they were: step:int.
 NUMBERS = {"bool": bool, "int": int, "float": float}
 GROUP = "group/"  # in front of what an optimizer counts by group and not by parameter
@@ -42,9 +40,13 @@ class Position:
     offset: int = 0
 
 
-def _tensors(engine: Engine, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
+def _tensors(
+    engine: Engine, optimizer: torch.optim.Optimizer, ema: Ema | None, rank: int
+) -> dict[str, Tensor]:
     """Everything of this rank to be saved, by flat name."""
     found = {f"model.{k}": _saved(engine, k, v) for k, v in engine.state_dict().items()}
+    if ema is not None:
+        found |= {f"ema.{k}": _saved(engine, k, v) for k, v in ema.weights.items()}
     for name, values in _optimizer_values(engine, optimizer).items():
         for key, value in values.items():
             kind = "" if torch.is_tensor(value) else f":{type(value).__name__}"
@@ -91,74 +93,98 @@ def _optimizer_values(
     return found
 
 
-def save(
-    folder: Path,
-    engine: Engine,
-    optimizer: torch.optim.Optimizer,
-    position: Position,
-    world: World,
-    facts: dict,
-) -> Path:
-    """Save to folder/step_<n>; all ranks call it. facts: plain values kept beside the position.
+def _bytes(engine: Engine, tensors: dict[str, Tensor]) -> int:
+    """What this rank adds to the files of a checkpoint: of copies one is written."""
+    first = engine.data_rank == 0 and engine.counts
+    return sum(
+        v.numel() * v.element_size()
+        for v in (local(t) for t in tensors.values() if _first_copy(t, first))
+    )
 
-    Written to a temporary folder, renamed when every rank has written and the marker stands.
+
+def _first_copy(tensor: Tensor, first: bool) -> bool:
+    if not isinstance(tensor, DTensor):
+        return first
+    place = tensor.device_mesh.get_coordinate()
+    return all(c == 0 for c, p in zip(place, tensor.placements, strict=True) if p.is_replicate())
+
+
+class Saver:
+    """Writes checkpoints of a run: at once, or from a copy while training goes on.
+
+    folder: of the checkpoints. With checkpoint.async_save the tensors are copied to the host and
+    written by a thread. All ranks call its methods.
     """
-    import torch.distributed.checkpoint as dcp  # half a second that the first step need not wait
 
-    final = folder / f"step_{position.step}"
-    partial = folder / f".step_{position.step}.partial"
-    if world.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.from_main(None)
-    engine.sync_buffers()
-    tensors = _tensors(engine, optimizer, world.ranks.rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process saves without a process group on purpose
-        dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(partial),
-            process_group=world.saving,
-            no_dist=world.saving is None,
-        )
-    if world.is_main:
+    def __init__(self, cfg: config.Checkpoint, folder: Path, world: World):
+        self.folder, self.world, self.keep = folder, world, cfg.keep
+        self.thread = ThreadPoolExecutor(1) if cfg.async_save else None
+        self.stager: Any = None
+        self.pending: Future | None = None
+
+    def save(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        ema: Ema | None,
+        position: Position,
+        facts: dict,
+    ) -> None:
+        """Save to folder/step_<n>. facts: plain values kept beside the position.
+
+        Raises DiskFull; in the background `finished` or the next call raises it.
+        """
+        self.wait()
+        engine.sync_buffers()
+        tensors = _tensors(engine, optimizer, ema, self.world.ranks.rank)
         scaler = engine.scaler.state_dict() if engine.scaler is not None else None
         state = {**asdict(position), **facts, "order_version": VERSION, "scaler": scaler}
         state["optimizer"] = type(optimizer).__name__
-        (partial / MARKER).write_text(json.dumps(state, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-    world.from_main(None)
-    return final
+        given = self.folder, state, _bytes(engine, tensors), facts.get("best")
+        if self.thread is None:
+            self.pending = Future()
+            self.pending.set_result(self._write(tensors, *given, self.world))
+        else:
+            tensors = self._copied(tensors)
+            self.pending = self.thread.submit(self._write, tensors, *given, self.world.for_saving())
 
+    def _write(
+        self, tensors: dict, folder: Path, state: dict, n: int, best: dict | None, world: World
+    ) -> Path:
+        path = write(folder, tensors, state, n, world)
+        if world.is_main:
+            tidy(folder, self.keep, best)
+        return path
 
-def complete(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run or checkpoints folder, oldest first."""
-    places = [folder, folder / "checkpoints"]
-    found = [p for place in places for p in place.glob("step_*") if (p / MARKER).exists()]
-    return sorted(found, key=lambda p: int(p.name.split("_")[1]))
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On the host, out of reach of the next step; the memory of the last copy is used again."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        cuda = self.world.device.type == "cuda"
+        self.stager = self.stager or DefaultStager(StagingOptions(cuda, False, False, cuda))
+        return self.stager.stage(tensors)
 
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, or the folder itself where it is one."""
-    if (folder / MARKER).exists():
-        return folder
-    return (complete(folder) or [None])[-1]
+    def finished(self) -> Path | None:
+        """The checkpoint that has become complete since the last call, if any; no collective.
 
+        Raises what writing raised, but for DiskFull, which all ranks meet together in `wait`.
+        """
+        if self.pending is None or not self.pending.done():
+            return None
+        if isinstance(self.pending.exception(), DiskFull):
+            return None
+        done, self.pending = self.pending, None
+        return done.result()
 
-def prune(folder: Path, keep: int, best: str | None) -> None:
-    """Remove all but the newest `keep` checkpoints and the one named `best`; rank 0 alone calls
-    it."""
-    for old in complete(folder)[:-keep]:
-        if old.name != best:
-            shutil.rmtree(old, ignore_errors=True)
-    for leftover in folder.glob(".step_*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    def wait(self) -> Path | None:
+        """Wait for the checkpoint that is being written, if any. Raises what writing raised."""
+        done, self.pending = self.pending, None
+        return done.result() if done is not None else None
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
     """Weights of a checkpoint by the bare model's names, whole tensors on the CPU."""
-    from meshwork.tensor_reader import entries_of, read_into
+    from meshwork.tensor_files import entries_of, read_into
 
     entries = {k: v for k, v in entries_of(path).items() if k.startswith("model.")}
     tensors = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in entries.items()}
@@ -167,20 +193,20 @@ def read_model(path: Path) -> dict[str, Tensor]:
 
 
 def load(
-    path: Path, engine: Engine, optimizer: torch.optim.Optimizer | None, world: World
-) -> tuple[Position, dict]:
-    """Load a checkpoint into engine and optimizer; all ranks call it.
+    path: Path,
+    state: dict,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    ema: Ema | None,
+    world: World,
+) -> None:
+    """Load a checkpoint's tensors into engine, optimizer and EMA; all ranks call it.
 
-    Returns the position and what stands beside it. Without an optimizer the weights alone are
-    loaded. Raises ConfigError listing names and shapes that do not match.
+    state: its plain values. Without an optimizer the weights alone are loaded. An EMA that was not
+    saved starts from the weights. Raises ConfigError listing names and shapes that do not match.
     """
-    from meshwork.tensor_reader import entries_of, read_into
+    from meshwork.tensor_files import entries_of, read_into
 
-    try:
-        state = json.loads((path / MARKER).read_text())
-        position = Position(**{k: int(state[k]) for k in asdict(Position())})
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise ConfigError(f"{path / MARKER} cannot be read: {type(e).__name__}: {e}") from e
     entries = entries_of(path)
     own, shapes = engine.state_dict(), engine.shapes
     saved = {k.removeprefix("model.") for k in entries if k.startswith("model.")}
@@ -200,18 +226,26 @@ def load(
     kept = optimizer is not None and state.get("optimizer") == type(optimizer).__name__
     values = _optimizer_targets(entries, optimizer, engine) if kept else {}
     tensors |= values
+    averaged = ema.weights if ema is not None and _has_ema(entries, shapes) else {}
+    tensors |= {f"ema.{k}": _target(engine, k, v) for k, v in averaged.items()}
     if optimizer is not None:
         tensors |= _rng_targets(entries, world.ranks.rank)
     read_into(path, tensors, world)
-    for name, value in own.items():
-        if (read := tensors[f"model.{name}"]) is not value:
-            put(value, read, engine.fused.get(name, 1))
+    for kind, values_of in (("model", own), ("ema", averaged)):
+        for name, value in values_of.items():
+            if (read := tensors[f"{kind}.{name}"]) is not value:
+                put(value, read, engine.fused.get(name, 1))
+    if ema is not None and not averaged:
+        ema.reset(engine)
     if optimizer is not None:
         _set_optimizer(values, optimizer, engine)
         _set_rng(tensors, world)
         if engine.scaler is not None and state.get("scaler"):
             engine.scaler.load_state_dict(state["scaler"])
-    return position, state
+
+
+def _has_ema(entries: dict, names: Iterable[str]) -> bool:
+    return any(f"ema.{name}" in entries for name in names)
 
 
 def _optimizer_targets(
@@ -272,24 +306,3 @@ def _set_rng(tensors: dict[str, Tensor], world: World) -> None:
         torch.set_rng_state(state)
     if world.device.type == "cuda" and (state := tensors.get(f"rng.{rank}.cuda")) is not None:
         torch.cuda.set_rng_state(state, world.device)
-
-
-def find(resume: str, folder: Path | None) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means; None starts afresh.
-
-    resume: auto (newest of the run's own folder), never, or the path of a run or checkpoint.
-    folder: of the run, None while it is not known.
-    Raises ConfigError where a path holds no complete checkpoint.
-    """
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return newest(folder) if folder is not None else None
-    found = newest(Path(resume)) if Path(resume).is_dir() else None
-    if found is None:
-        state = "holds no complete checkpoint" if Path(resume).exists() else "does not exist"
-        raise ConfigError(
-            f"checkpoint.resume={resume} {state}: expected a run folder, or a folder step_<n> "
-            f"with {MARKER}"
-        )
-    return found

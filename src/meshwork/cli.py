@@ -15,6 +15,7 @@ from meshwork.config import ConfigError, option_files
 from meshwork.helptext import help_text as help_text
 from meshwork.keys import is_open, is_secret, schema_keys, secret_key, unknown_key
 from meshwork.overrides import for_hydra
+from meshwork.reopen import reopened
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,13 @@ def read(argv: list[str], conf: Path) -> Typed:
     flags, overrides, problems = _split(argv)
     multirun = "-m" in flags or "--multirun" in flags
     groups = option_files(conf)
-    out, good = [], []
+    try:
+        out, overrides = reopened(overrides)
+    except ConfigError as e:
+        out, problems = [], [*problems, *e.problems]
+    good = list(out)
+    if out and multirun:
+        problems.append("run.reopen goes on with one run: leave out -m")
     for text in overrides:
         try:
             override, first = for_hydra(text, groups, multirun)

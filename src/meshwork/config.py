@@ -41,6 +41,10 @@ class ConfigError(Exception):
         self.problems = list(problems)
 
 
+class Failure(Exception):
+    """What went wrong while running, said in a sentence."""
+
+
 def load(cfg: DictConfig, problems: Iterable[str] = ()) -> Config:
     """The composed config as typed dataclasses, interpolations resolved, paths absolute.
 

@@ -1,14 +1,12 @@
-"""What the ranks share: device, store, process groups, the first failure, a clean end."""
+"""What the ranks share: device, store, process groups, a clean end."""
 
-import logging
+import math
 import os
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -17,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from meshwork.config import ConfigError
+from meshwork import failures
+from meshwork.config import ConfigError, Failure
 from meshwork.ranks import NAMES, Ranks
 from meshwork.start import Reported
 
-log = logging.getLogger("meshwork")
-log.addHandler(logging.NullHandler())  # before the run folder is known nothing is kept
+# The last collectives of each rank, written where one of them times out.
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def pick_device(wanted: str, ranks: Ranks) -> torch.device:
@@ -68,7 +67,8 @@ class World:
     store: shared by all attempts of a job; attempt: the part of it that this attempt uses. control:
     gloo group for decisions; saving: gloo group for checkpoints. All None in one process on its
     own. run: the run folder once it is known. at_exit: called with the exit code when this rank
-    leaves.
+    leaves. place: what this rank is doing, since when, and whether that may take long.
+    stacks: the file that takes the stacks of all threads.
     """
 
     ranks: Ranks
@@ -80,10 +80,19 @@ class World:
     hosts: tuple[str, ...] = ()
     run: Any = None
     at_exit: list[Callable[[int], None]] = field(default_factory=list)
+    place: tuple[str, float, bool] = ("starting", math.inf, True)
+    stacks: Any = None
 
     @property
     def is_main(self) -> bool:
         return self.ranks.rank == 0
+
+    def beat(self, place: str, patient: bool = False) -> None:
+        """Say what comes now; the watch ends the job where it takes too long.
+
+        patient: it may take runtime.timeout_s, as a start does, not only runtime.step_timeout_s.
+        """
+        self.place = place, time.monotonic(), patient
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, on the CPU, in place."""
@@ -97,6 +106,24 @@ class World:
         if self.control is not None:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def on_main(self, function: Callable, *args: object) -> Any:
+        """What a function called on rank 0 alone returns, or raises for a person to read (OSError,
+        ConfigError, Failure), on every rank."""
+        answer = None
+        if self.is_main:
+            try:
+                answer = True, function(*args)
+            except (OSError, ConfigError, Failure) as e:
+                answer = False, e
+        good, value = self.from_main(answer)
+        if not good:
+            raise value
+        return value
+
+    def for_saving(self) -> "World":
+        """The same ranks, deciding on the group for checkpoints: for a thread that saves."""
+        return replace(self, control=self.saving)
 
     def require_same(self, key: str, value: object) -> None:
         """Raise ConfigError, on all ranks, where a value of the config key differs between them."""
@@ -166,7 +193,9 @@ def _refuse_shared_gpu(store: dist.Store, ranks: Ranks, device: torch.device) ->
 
 
 @contextmanager
-def start(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator[World]:
+def start(
+    ranks: Ranks, device: torch.device, timeout_s: float, step_timeout_s: float = math.inf
+) -> Iterator[World]:
     """Join the other ranks; leave them cleanly, or after the first failure is on record.
 
     In one process on its own no process group is started. Raises Reported once a failure inside has
@@ -177,7 +206,10 @@ def start(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator[Worl
     try:
         if ranks.master is not None:
             _join(world, timedelta(seconds=timeout_s))
-            threading.Thread(target=_watch, args=(world, done), daemon=True).start()
+            limits = timeout_s, step_timeout_s
+            threading.Thread(
+                target=failures.watch, args=(world, done, *limits), daemon=True
+            ).start()
         yield world
         done.set()
         for close in world.at_exit:
@@ -187,9 +219,9 @@ def start(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator[Worl
             dist.destroy_process_group()
     except BaseException as error:
         done.set()
-        code = report_failure(world, error)
+        code = failures.report(world, error)
         if ranks.master is not None and dist.is_initialized():
-            leave(code)
+            failures.leave(code)
         raise Reported(code) from error
 
 
@@ -200,6 +232,8 @@ def _join(world: World, timeout: timedelta) -> None:
     world.attempt = dist.PrefixStore(f"attempt-{ranks.restarts}", world.store)
     if device.type == "cuda":
         _refuse_shared_gpu(world.attempt, ranks, device)
+        for name, value in FLIGHT_RECORDER.items():
+            os.environ.setdefault(name, value)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=world.attempt,
@@ -214,102 +248,3 @@ def _join(world: World, timeout: timedelta) -> None:
     hosts: list[str] = [""] * ranks.world_size
     dist.all_gather_object(hosts, socket.gethostname(), group=world.control)
     world.hosts, world.ranks = tuple(hosts), _fill_nodes(ranks, hosts)
-
-
-def report_failure(world: World, error: BaseException) -> int:
-    """Put a failure on record: told once, by the rank that failed first; returns the exit code.
-
-    The sentence or traceback goes to this rank's log, and from the first failing rank to stderr, to
-    failure.txt and status.json of the run folder. Rank 0 gets a moment to close its loggers.
-    """
-    text, code = _told(error)
-    log.error("rank %d: %s", world.ranks.rank, text)
-    first = _claim(world)
-    if first:
-        rank = world.ranks.rank
-        place = f"rank {rank} on {socket.gethostname()}: " if world.attempt is not None else ""
-        print(f"{place}{text}", file=sys.stderr, flush=True)
-        if world.run is not None:
-            (world.run.path / "failure.txt").write_text(f"{place}{text}\n")
-            world.run.status("failed", failure=text.splitlines()[-1], failed_rank=rank)
-    _close(world, code)
-    if first and world.attempt is not None and not world.is_main:
-        with suppress(Exception):
-            world.attempt.wait(["closed"], timedelta(seconds=10))
-    _wait_for_the_others(world)
-    return code
-
-
-def _told(error: BaseException) -> tuple[str, int]:
-    """What is said of an error, and the exit code."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
-    if isinstance(error, (ConfigError, FloatingPointError)):
-        lines = "\n".join(f"error: {line}" for line in str(error).splitlines())
-        return lines, 2 if isinstance(error, ConfigError) else 1
-    return describe(error), 1
-
-
-def _claim(world: World) -> bool:
-    """Whether this rank is the first to fail."""
-    if world.attempt is None:
-        return True
-    try:
-        name = str(world.ranks.rank)
-        return world.attempt.compare_set("failure", "", name).decode() == name
-    except Exception:  # the store went with the rank that held it: its own report is on its way
-        return world.is_main
-
-
-def _close(world: World, code: int) -> None:
-    """Close this rank's loggers; the first failing rank waits until rank 0 has."""
-    for close in world.at_exit:
-        try:
-            close(code)
-        except Exception:
-            log.exception("rank %d: closing", world.ranks.rank)
-    if world.is_main and world.attempt is not None:
-        with suppress(Exception):
-            world.attempt.set("closed", "")
-
-
-def _wait_for_the_others(world: World, limit_s: float = 5.0) -> None:
-    """Rank 0, which holds the store unless torchrun does, leaves last: none misses the failure."""
-    if world.attempt is None:
-        return
-    with suppress(Exception):
-        left, end = world.attempt.add("left", 1), time.monotonic() + limit_s
-        holds = world.is_main and world.ranks.source != "torchrun"
-        while holds and left < world.ranks.world_size and time.monotonic() < end:
-            time.sleep(0.1)
-            left = world.attempt.add("left", 0)
-
-
-def _watch(world: World, done: threading.Event, poll_s: float = 1.0) -> None:
-    """Leave soon after another rank has failed: this one may wait for it in a collective."""
-    store = world.attempt.clone()
-    while not done.wait(poll_s):
-        try:
-            found = store.check(["failure"])
-            reason = f"rank {store.get('failure').decode()} failed" if found else ""
-        except Exception as e:
-            reason = f"the store is gone ({str(e).splitlines()[0]})"
-        if reason and not done.wait(2.0):
-            log.error("rank %d leaves: %s", world.ranks.rank, reason)
-            _close(world, 1)
-            _wait_for_the_others(world)
-            leave(1)
-
-
-def leave(code: int) -> None:
-    """End this process at once: after a failure, tearing down process groups may wait for the
-    dead."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def describe(error: BaseException) -> str:
-    """The traceback of an error as text, without values of local variables."""
-    return "".join(traceback.format_exception(error)).rstrip()

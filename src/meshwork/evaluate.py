@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +43,12 @@ def evaluate(
     engine: Engine,
     batches: Iterable[Batch],
     world: World,
+    stop: Callable[[], bool],
     keep_worst: bool = False,
     prefix: str = "val",
     logger: Any = None,
-) -> Result:
-    """Loss and metrics of the task over an evaluation set.
+) -> Result | None:
+    """Loss and metrics of the task over an evaluation set; None where `stop()` broke it off.
 
     batches: this rank's, as many on every rank. A rank's sums are float64; one reduction at the
     end.
@@ -59,7 +60,11 @@ def evaluate(
     bad: list[tuple[str, str]] = []
     engine.sync_buffers()
     engine.train(False)
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if stop():
+            engine.train()
+            return None
+        world.beat(f"{prefix}, batch {number}")
         bad += batch.bad
         batch = batch.to(world.device, engine.dtype)
         output = engine.predict(batch)

@@ -3,13 +3,13 @@
 from meshwork import trainer
 from meshwork.config import ConfigError
 from meshwork.data.loader import eval_steps
+from meshwork.job import Job, Outcome, load
 from meshwork.predict import predict
-from meshwork.trainer import Job, Outcome
 
 
 def _weights(job: Job) -> Outcome:
     """The outcome so far, with the weights that are to be looked at loaded."""
-    outcome = trainer.resume(job, with_optimizer=False)
+    outcome = load(job, with_optimizer=False)
     given = outcome.checkpoint or job.cfg.model.checkpoint_path or job.cfg.model.pretrained
     if not given:
         job.report.note(
@@ -26,7 +26,9 @@ def _evaluate(job: Job, split: str, dataset: object) -> Outcome:
         )
     outcome = _weights(job)
     outcome.final, outcome.best = {}, None
-    trainer.validate(job, trainer.evaluation_set(job, dataset), outcome, True, split)
+    with job.stop:
+        trainer.validate(job, trainer.evaluation_set(job, dataset), outcome, True, split)
+    outcome.stopped = outcome.unvalidated
     return outcome
 
 
@@ -54,4 +56,10 @@ def predict_all(job: Job) -> Outcome:
     return outcome
 
 
-MODES = {"train": trainer.fit, "validate": validate, "test": test, "predict": predict_all}
+def train(job: Job) -> Outcome:
+    """Train; a signal, or the file `stop`, ends it with a checkpoint."""
+    with job.stop:
+        return trainer.fit(job)
+
+
+MODES = {"train": train, "validate": validate, "test": test, "predict": predict_all}

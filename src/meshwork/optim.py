@@ -95,10 +95,20 @@ def timm_optimizer(
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long a run is. steps: its length and the schedule's; epoch_steps: steps of one epoch."""
+    """How long a run is.
+
+    steps: its length and the schedule's. epoch_steps: steps of one epoch. from_step, from_epoch:
+    where steps of this size began, after a checkpoint of another batch size.
+    """
 
     steps: int
     epoch_steps: int
+    from_step: int = 0
+    from_epoch: float = 0.0
+
+    def epoch(self, step: int) -> float:
+        """Epochs done after `step` updates."""
+        return self.from_epoch + (step - self.from_step) / self.epoch_steps
 
     @classmethod
     def of(cls, cfg: config.Config, n: int, plan: BatchPlan) -> "Horizon":
@@ -136,7 +146,7 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Factor of the learning rate for the update after `step` finished ones."""
         progress = (step - self.warmup) / max(1, self.horizon.steps - self.warmup)
-        epoch = step / self.horizon.epoch_steps
+        epoch = self.horizon.epoch(step)
         facts = _facts(min(max(progress, 0.0), 1.0), epoch, step, self.cfg)
         value = self.function(**{n: facts[n] for n in self.names}, **self.cfg.args)
         return value * min(1.0, (step + 1) / self.warmup) if self.warmup else value

@@ -5,6 +5,7 @@ Every rank holds a Report; on all but rank 0 it is silent.
 """
 
 import logging
+import math
 import os
 import shlex
 import sys
@@ -22,11 +23,11 @@ from meshwork.console import Progress, start_table
 from meshwork.distributed import World
 from meshwork.evaluate import Result
 from meshwork.logger import JsonlLogger, Loggers
-from meshwork.overrides import as_typed
 from meshwork.provenance import redact
 from meshwork.rundir import RunDir, write_json
 
 log = logging.getLogger("meshwork")
+TORCHRUN_PATIENCE_S = 25  # of the 30 s after which torchrun kills what it has asked to stop
 
 
 class Report:
@@ -55,6 +56,7 @@ class Report:
         self.progress: Progress | None = None
         self.began, self.status_time = time.time(), 0.0
         self.bad: set[str] = set()
+        self.longest: dict[str, float] = {}
 
     def table(self, rows: list[tuple[str, str]]) -> None:
         """The start table."""
@@ -162,10 +164,16 @@ class Report:
                 "the limit"
             )
 
-    def saved(self, path: Path, position: Position) -> None:
-        if self.world.is_main:
+    def took(self, what: str, seconds: float, first: bool = False) -> None:
+        """Keep the longest step, but for the first, and the longest save: how long a request to
+        stop takes."""
+        if not first:
+            self.longest[what] = max(self.longest.get(what, 0.0), seconds)
+
+    def saved(self, path: Path | None) -> None:
+        if self.world.is_main and path is not None:
             log.info("saved %s", path)
-            self.run.status("running", step=position.step, checkpoint=str(path))
+            self.run.status("running", checkpoint=str(path))
 
     def profiler(self, folder: Path) -> Any:
         """A running torch profiler that writes steps 5 to 10 into `folder`/profile."""
@@ -189,15 +197,18 @@ class Report:
         if self.world.is_main:
             self.loggers.finish(exit_code)
 
-    def result(self, outcome: Any, overrides: list[str]) -> float | None:
-        """Write result.json, print the last lines and what to type next; returns the objective."""
+    def result(self, outcome: Any, overrides: list[str], reason: str | None) -> float | None:
+        """Write result.json, print the last lines and what to type next; returns the objective.
+
+        reason: what asked this rank to stop, where something did.
+        """
         metric, mode = self.objective
         value = outcome.best[metric] if outcome.best else outcome.final.get(metric)
         if not self.world.is_main:
             return value
-        stop = self.cfg.trainer.stop_at_step
-        stopped = self.cfg.mode == "train" and stop is not None and outcome.position.step == stop
-        state = "stopped" if stopped else "finished"
+        trains = self.cfg.mode == "train"
+        sliced = trains and outcome.position.step == self.cfg.trainer.stop_at_step
+        state = "stopped" if sliced or outcome.stopped else "finished"
         best = self.run.checkpoints / f"step_{outcome.best['step']}" if outcome.best else None
         found = {
             "state": state,
@@ -214,47 +225,60 @@ class Report:
             "attempts": self.run.attempt,
             "overrides": [redact(o) for o in overrides],
         }
-        write_json(self.run.path / "result.json", found)
-        self.run.status(state, step=outcome.position.step)
+        looks = not trains and self.run.attempt > 1  # at a run that has a result of its own
+        name = f"result_{self.cfg.mode}.json" if looks else "result.json"
+        write_json(self.run.path / name, found)
+        if not looks:
+            why = {"reason": reason or "another rank"} if outcome.stopped else {}
+            self.run.status(state, step=outcome.position.step, **why)
         if self.progress:
             self.progress.close()
-        print("\n" + start_table(self._last_rows(found)) + "\n", flush=True)
-        for label, command in self._next_commands(found, overrides):
+        rows = self._last_rows(found, reason if outcome.stopped else None)
+        print(f"\n{start_table(rows)}\n", flush=True)
+        for label, command in self._next_commands(found):
             print(f"{label:<10}{command}", flush=True)
         return value
 
-    def _last_rows(self, found: dict) -> list[tuple[str, str]]:
+    def _last_rows(self, found: dict, reason: str | None) -> list[tuple[str, str]]:
         """The end of a run: where it stands, last and best metrics."""
 
         def shown(metrics: dict) -> str:
             return "  ".join(f"{k} {v:.4g}" for k, v in metrics.items())
 
-        rows = [(found["state"], f"step {found['step']}, {found['wall_s']:.1f} s")]
+        by = f", asked by {reason}" if reason else ""
+        rows = [(found["state"], f"step {found['step']}, {found['wall_s']:.1f} s{by}")]
         rows += [("last", shown(found["final"]))] if found["final"] else []
         rows += [("best", shown(found["best"]))] if found["best"] else []
+        if "save" in self.longest:
+            rows.append(("grace", self._grace()))
         return [*rows, ("folder", str(self.run.path))]
 
-    def _next_commands(self, found: dict, overrides: list[str]) -> list[tuple[str, str]]:
+    def _grace(self) -> str:
+        """How long a request to stop takes."""
+        step, save = self.longest.get("step", 0.0), self.longest["save"]
+        text = f"asked to stop it leaves in {step + save:.1f} s: longest step {step:.2f} s, "
+        text += f"longest save {save:.2f} s"
+        if step + save > TORCHRUN_PATIENCE_S:
+            text += f": torchrun --shutdown-timeout={math.ceil(2 * (step + save))}"
+        return text
+
+    def _next_commands(self, found: dict) -> list[tuple[str, str]]:
         """What a person types next, with real paths, each on one line to be copied."""
         commands = [
             ("sync" if " sync " in command else "logs", command)
             for command in self.loggers.commands()
         ]
-        last = found["checkpoint"]["last"]
-        if last is None:
+        if self.cfg.mode != "train" or found["checkpoint"]["last"] is None:
             return commands
-        again = ("mode", "run.dir", "run.id", "checkpoint.resume", "trainer.stop_at_step")
-        typed = [as_typed(o) for o in overrides if o.split("=")[0] not in again]
-        start = launch_command(self.world)
-        check = shlex.join([*typed, "mode=validate", f"checkpoint.resume={short(last)}"])
-        if self.cfg.mode == "train" and found["state"] == "finished":
+        start, reopen = launch_command(self.world), f"run.reopen={short(self.run.path)}"
+        more = [reopen]
+        if found["state"] == "finished":
             key = "max_steps" if self.cfg.trainer.max_steps else "max_epochs"
-            typed = [o for o in typed if o.split("=")[0] != f"trainer.{key}"]
-            typed.append(f"trainer.{key}={2 * getattr(self.cfg.trainer, key)}")
-        more = shlex.join([*typed, f"run.dir={short(self.run.path)}"])
-        if self.cfg.mode == "train":
-            commands.append(("go on", f"{start} {more}"))
-        return [*commands, ("validate", f"{start} {check}")]
+            more.append(f"trainer.{key}={2 * getattr(self.cfg.trainer, key)}")
+        best = ["checkpoint.resume=best"] if found["checkpoint"]["best"] else []
+        check = [reopen, "mode=validate", *best]
+        rows = (("go on", more), ("validate", check))
+        return [*commands, *((label, f"{start} {shlex.join(words)}") for label, words in rows)]
 
 
 def short(path: Any) -> str:

@@ -1,15 +1,17 @@
 """One run, one folder: its identity, what it says of itself, its status and result."""
 
+import faulthandler
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from meshwork.distributed import World
 
 log = logging.getLogger("meshwork")
 ENV_RUN_ID = "MESHWORK_RUN_ID"
+LOCK_S = 20.0  # a run that was killed may take a moment to be gone
 
 
 @dataclass(frozen=True)
@@ -93,19 +96,48 @@ def enter(cfg: Config, world: World, overrides: list[str], sweep: tuple[str, int
     overrides: as typed. sweep: (folder, number of the job) in a sweep. Rank 0 makes the folder.
     Raises ConfigError where the folder cannot be made or another node does not see it.
     """
-    run = None
-    if world.is_main:
-        try:
-            run = _make(cfg, world, overrides, sweep)
-        except (OSError, ConfigError) as e:
-            run = str(e)
-    run = world.from_main(run)
-    if isinstance(run, str):
+    lock = None
+
+    def make() -> RunDir:
+        nonlocal lock
+        run = _make(cfg, world, overrides, sweep)
+        lock = _lock(run.path)
+        attempt = read_json(run.path / "status.json").get("attempt", 0) + 1
+        return replace(run, attempt=attempt)
+
+    try:
+        run = world.on_main(make)
+    except OSError as e:
         raise ConfigError(
-            f"the run folder cannot be made ({run}): choose another run.root or run.dir"
-        )
+            f"the run folder cannot be made ({e}): choose another run.root or run.dir"
+        ) from e
+    if lock is not None:
+        world.at_exit.append(lambda _: lock.release())
     _prove_shared(run, world)
     return run
+
+
+def _lock(path: Path) -> Any:
+    """The lock of a run folder, once it is free; it goes with the process that holds it.
+
+    None where the file system knows no locks. Raises ConfigError where another run stays alive.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        lock = FileLock(path / ".lock", timeout=LOCK_S)
+        lock.acquire()
+        return lock
+    except Timeout:
+        status = read_json(path / "status.json")
+        hosts = ", ".join(status.get("hosts", ()))
+        raise ConfigError(
+            f"run folder {path} is written by another live run (pid {status.get('pid')} on "
+            f"{hosts}): wait for it, stop it, or choose another run.dir or run.id"
+        ) from None
+    except (OSError, NotImplementedError) as e:
+        log.warning("%s takes no lock (%s): do not start a second run in it", path, e)
+        return None
 
 
 def _stamp(world: World) -> str:
@@ -135,8 +167,7 @@ def _make(cfg: Config, world: World, overrides: list[str], sweep: tuple[str, int
     else:
         path = Path(cfg.run.root) / stamp
     path.mkdir(parents=True, exist_ok=True)
-    attempt = read_json(path / "status.json").get("attempt", 0) + 1
-    return RunDir(path.resolve(), run_id, attempt, notice)
+    return RunDir(path.resolve(), run_id, 1, notice)
 
 
 def _find(root: Path, run_id: str) -> Path | None:
@@ -206,8 +237,9 @@ def describe(run: RunDir, cfg: Config, world: World, hydra: Any, overrides: list
     if diff := provenance.git_diff():
         (run.path / f"provenance{suffix}.diff").write_text(diff)
     hosts = list(dict.fromkeys(world.hosts))
-    named = {"id": run.id, "attempt": run.attempt, "overrides": typed}
-    run.status("running", **named, hosts=hosts, pid=os.getpid())
+    named = {"id": run.id, "attempt": run.attempt, "hosts": hosts, "pid": os.getpid()}
+    if cfg.mode == "train" or first:  # a look at a trained run is not what it was trained with
+        run.status("running", **named, overrides=typed)
     link_latest(run)
 
 
@@ -229,8 +261,12 @@ def link_latest(run: RunDir) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def log_to_file(run: RunDir, rank: int) -> None:
-    """Send this rank's log, warnings included, to logs/rank<r>.log in the run folder."""
+def log_to_file(run: RunDir, world: World) -> None:
+    """Send this rank's log, warnings included, to logs/rank<r>.log in the run folder.
+
+    On SIGQUIT the stacks of all its threads go to logs/rank<r>.stacks.txt.
+    """
+    rank = world.ranks.rank
     folder = run.path / "logs"
     folder.mkdir(exist_ok=True)
     handler = logging.FileHandler(folder / f"rank{rank}.log")
@@ -242,4 +278,7 @@ def log_to_file(run: RunDir, rank: int) -> None:
     root.addHandler(handler)
     logging.captureWarnings(True)
     log.setLevel(logging.INFO)
+    world.stacks = open(folder / f"rank{rank}.stacks.txt", "a")  # open as long as the process
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGQUIT, world.stacks, all_threads=True)
     log.disabled = False  # Hydra's logging setup switches off loggers that were there before it

@@ -13,6 +13,7 @@ class Run:
     id: Optional[str]
     name: Optional[str]
     dir: Optional[str]
+    reopen: Optional[str]
     root: str
     group: Optional[str]
     tags: list[str]
@@ -23,6 +24,7 @@ class Run:
 class Runtime:
     device: str
     timeout_s: float
+    step_timeout_s: float
 
 
 @dataclass
@@ -106,6 +108,8 @@ class Trainer:
     matmul_precision: str
     deterministic: bool
     clip_grad_norm: Optional[float]
+    ema_decay: Optional[float]
+    early_stop: Optional[int]
     log_every_n_steps: int
     val_every_n_epochs: Optional[int]
     val_every_n_steps: Optional[int]
@@ -135,6 +139,8 @@ class Checkpoint:
     every_n_epochs: Optional[int]
     every_n_steps: Optional[int]
     keep: int
+    async_save: bool
+    on_full_disk: str
 
 
 @dataclass
@@ -176,11 +182,12 @@ class Config:
 # typed. The words beside a key are no paths.
 PATHS: dict[str, tuple[str, ...]] = {
     "run.dir": (),
+    "run.reopen": (),
     "run.root": (),
     "model.checkpoint_path": (),
     "data.root": (),
     "data.predict_root": (),
-    "checkpoint.resume": ("auto", "never"),
+    "checkpoint.resume": ("auto", "never", "best"),
 }
 
 # Keys below which any further key may be typed.
@@ -200,6 +207,7 @@ CHOICES = {
     "data.on_bad_image": ("raise", "skip"),
     "trainer.precision": ("fp32", "bf16", "fp16", "fp64"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
+    "checkpoint.on_full_disk": ("stop", "continue"),
     "parallel.schedule": (
         "GPipe",
         "1F1B",
@@ -218,6 +226,7 @@ CHOICES = {
 RANGES: dict[str, tuple[float, float | None]] = {
     "seed": (0, 2**63 - 1),
     "runtime.timeout_s": (0.1, None),
+    "runtime.step_timeout_s": (0.1, None),
     "model.num_classes": (1, None),
     "model.in_chans": (1, None),
     "model.img_size": (1, None),
@@ -248,6 +257,8 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "trainer.global_batch_size": (1, None),
     "trainer.micro_batch_size": (1, None),
     "trainer.clip_grad_norm": (1e-12, None),
+    "trainer.ema_decay": (0, 0.999999),
+    "trainer.early_stop": (1, None),
     "trainer.log_every_n_steps": (1, None),
     "trainer.val_every_n_epochs": (1, None),
     "trainer.val_every_n_steps": (1, None),

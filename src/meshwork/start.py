@@ -17,6 +17,7 @@ from meshwork.config import ConfigError
 from meshwork.ranks import BY_HAND, Ranks
 
 PATIENCE_S = 15.0
+STOPPED = 75  # the exit code of a run that was asked to stop: not done, try again later
 
 
 class Reported(Exception):

@@ -3,77 +3,48 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from meshwork import build, checkpoint
-from meshwork.batch import Batch, BatchPlan
+from meshwork import build
+from meshwork.batch import Batch
 from meshwork.checkpoint import Position
-from meshwork.config import Config, ConfigError
+from meshwork.config import ConfigError
 from meshwork.data.loader import eval_steps, explain, loader, step_size, train_steps
-from meshwork.distributed import World
-from meshwork.evaluate import Result, evaluate
+from meshwork.evaluate import evaluate
+from meshwork.job import Job, Outcome, load, not_finite, save
 from meshwork.memory import out_of_memory
 from meshwork.meter import Meter
-from meshwork.optim import Horizon, Schedule
-from meshwork.parallel.engine import Engine
-from meshwork.parallel.fsdp import local
-from meshwork.report import Report
-from meshwork.rundir import RunDir
-
-
-@dataclass
-class Job:
-    """The parts of a run, as train.py put them together. data: as build_data returned it."""
-
-    cfg: Config
-    world: World
-    run: RunDir
-    engine: Engine
-    plan: BatchPlan
-    horizon: Horizon
-    data: Any
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    report: Report
-
-
-@dataclass
-class Outcome:
-    """Where a run stands. final: last metrics of each name; best: those of the best validation,
-    with its step; checkpoint: the newest."""
-
-    position: Position = field(default_factory=Position)
-    final: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] | None = None
-    checkpoint: Any = None
 
 
 def fit(job: Job) -> Outcome:
     """Train from where the run stands to its horizon, or to trainer.stop_at_step.
 
-    All ranks call it. Raises FloatingPointError where the loss is not finite, ConfigError with the
-    next smaller micro-batch where memory runs out.
+    All ranks call it. Raises Failure where the loss is not finite, ConfigError with the next
+    smaller micro-batch where memory runs out.
     """
     t, c, engine, report = job.cfg.trainer, job.cfg.checkpoint, job.engine, job.report
-    outcome = resume(job, with_optimizer=True)
+    outcome = load(job, with_optimizer=True)
     position = outcome.position
-    first, stop = position.step, min(job.horizon.steps, t.stop_at_step or job.horizon.steps)
-    if first >= stop:
-        report.note(f"step {first} of {stop} is reached: nothing left to train")
-        return outcome
+    first, last = position.step, min(job.horizon.steps, t.stop_at_step or job.horizon.steps)
+    patience = t.early_stop or math.inf
     validation = evaluation_set(job, job.data.val)
+    if outcome.unvalidated:
+        validate(job, validation, outcome, first >= last)
+    if first >= last or outcome.stale >= patience:
+        early = f", {outcome.stale} validations since the best" if first < last else ""
+        report.note(f"step {first} of {last} is reached{early}: nothing left to train")
+        return outcome
     batches = train_batches(job, position)
     profiler = report.profiler(job.run.path) if t.profile else None
     after_step = getattr(engine.task, "after_step", None)
     report.begin(job.horizon.steps, first)
     engine.train()
     meter, before = Meter(), time.perf_counter()
-    while position.step < stop:
+    while position.step < last and outcome.stale < patience and not job.stop.agreed():
+        job.world.beat(f"step {position.step + 1}")
         batch = next(batches)
         waited = time.perf_counter() - before
         lr = job.schedule.set(position.step)
@@ -83,7 +54,7 @@ def fit(job: Job) -> Outcome:
                 report.batch_picture(batch)
             shares = engine.step(batch)
             advance(position, batch.total, job)
-            at_end = position.step == stop
+            at_end = position.step == last
             logs = at_end or position.step == first + 1 or position.step % t.log_every_n_steps == 0
             if logs or t.clip_grad_norm is not None:
                 engine.unscale(job.optimizer)
@@ -93,6 +64,8 @@ def fit(job: Job) -> Outcome:
             if (sentence := out_of_memory(e, job.plan)) is None:
                 raise
             raise sentence from e
+        if job.ema is not None:
+            job.ema.update(position.step)
         if after_step is not None:
             after_step(engine.module, position)
         meter.add(shares, batch.total, waited)
@@ -106,12 +79,22 @@ def fit(job: Job) -> Outcome:
             outcome.final |= metrics
             meter = Meter()
         paused = time.perf_counter()
+        report.took("step", paused - before, position.step == first + 1)
+        best = outcome.best
         if at_end or due(position, t.val_every_n_steps, t.val_every_n_epochs):
             validate(job, validation, outcome, at_end)
-        if at_end or due(position, c.every_n_steps, c.every_n_epochs):
-            save(job, meter, outcome)
+        if outcome.unvalidated:
+            break
+        at_end = at_end or outcome.stale >= patience
+        is_best = outcome.best is not best
+        if at_end or is_best or due(position, c.every_n_steps, c.every_n_epochs):
+            save(job, meter, outcome, at_end)
+        report.saved(job.saver.finished())
         before = time.perf_counter()
         meter.since += before - paused
+    outcome.stopped = outcome.unvalidated or (job.stop.decided and position.step < last)
+    if outcome.stopped and position.step > first:
+        save(job, meter, outcome, True)
     if profiler:
         profiler.stop()
     return outcome
@@ -177,16 +160,6 @@ def train_metrics(meter: Meter, norm: Tensor, lr: float, job: Job, position: Pos
     }
 
 
-def not_finite(job: Job, position: Position) -> FloatingPointError:
-    """The error for a loss or weights that are not finite."""
-    last = checkpoint.newest(job.run.path)
-    since = f"; the last good checkpoint is {last}" if last else ""
-    return FloatingPointError(
-        f"the loss is not finite at or before step {position.step}{since}: lower optimizer.lr, set "
-        "trainer.clip_grad_norm=1, lengthen the warm-up, or look with debug=anomaly"
-    )
-
-
 def evaluation_set(job: Job, dataset: Any) -> Any:
     """A loader over each sample of a data set once, over all ranks; None where there is no data
     set."""
@@ -201,91 +174,42 @@ def evaluation_set(job: Job, dataset: Any) -> Any:
 
 
 def validate(job: Job, batches: Any, outcome: Outcome, in_full: bool, split: str = "val") -> None:
-    """Evaluate, log, and keep the best; in_full: with pictures of the worst samples."""
+    """Evaluate the weights, and their average where one is kept; log, and keep the best.
+
+    in_full: with pictures of the worst samples. A request to stop breaks it off.
+    """
     if batches is None:
         return
-    with explained():
-        result = evaluate(job.engine, batches, job.world, in_full, split, job.report.loggers)
-    job.report.bad_images(result.bad)
-    job.report.validation_line(result, outcome.position)
-    outcome.final |= result.metrics
+    report, metrics = job.report, {}
+    weights = [(split, nullcontext())]
+    if job.ema is not None:
+        weights.append((f"{split}_ema", job.ema.swapped(job.engine)))
+    for name, swapped in weights:
+        parts = job.world, job.stop.agreed, in_full and name == split, name, report.loggers
+        with explained(), swapped:
+            result = evaluate(job.engine, batches, *parts)
+        outcome.unvalidated = result is None
+        if result is None:
+            return
+        report.bad_images(result.bad)
+        report.validation_line(result, outcome.position)
+        metrics |= result.metrics
+    outcome.final |= metrics
     if split == "val":
-        outcome.best = better(job, result, outcome)
+        keep_best(job, metrics, outcome)
 
 
-def better(job: Job, result: Result, outcome: Outcome) -> dict[str, float]:
-    """The better of the best so far and this validation; the same on all ranks, as its sums are."""
+def keep_best(job: Job, metrics: dict[str, float], outcome: Outcome) -> None:
+    """Compare with the best so far; the same on all ranks, as the sums are."""
     metric, mode = job.report.objective
-    if metric not in result.metrics:
+    if metric not in metrics:
         raise ConfigError(
             f"objective.metric={metric} is not among the metrics of this run: "
-            f"choose one of {', '.join(result.metrics)}"
+            f"choose one of {', '.join(metrics)}"
         )
-    new = {"step": outcome.position.step, **result.metrics}
-    if outcome.best is None or math.isnan(outcome.best[metric]):
-        return new
-    gain = new[metric] - outcome.best[metric]
-    return new if (gain > 0 if mode == "max" else gain < 0) else outcome.best
-
-
-def save(job: Job, meter: Meter, outcome: Outcome) -> None:
-    """Save a checkpoint, after asking all ranks whether every weight is finite."""
-    weights = [local(p.detach()) for _, p in job.engine.named_parameters()]
-    values = [v.cpu().double() for v in meter.shares.values()]
-    values.append(torch.stack(torch._foreach_norm(weights)).cpu().double().sum())
-    if not bool(torch.isfinite(job.world.sum(torch.stack(values).sum()))):
-        raise not_finite(job, outcome.position)
-    facts = {
-        "best": outcome.best,
-        "final": outcome.final,
-        "seed": job.cfg.seed,
-        "global_batch_size": job.plan.global_batch,
-        "micro_batch_size": job.plan.micro,
-    }
-    path = checkpoint.save(
-        job.run.checkpoints, job.engine, job.optimizer, outcome.position, job.world, facts
-    )
-    outcome.checkpoint = path
-    if job.world.is_main:
-        best = f"step_{outcome.best['step']}" if outcome.best else None
-        checkpoint.prune(job.run.checkpoints, job.cfg.checkpoint.keep, best)
-    job.report.saved(path, outcome.position)
-
-
-def resume(job: Job, with_optimizer: bool) -> Outcome:
-    """Load the checkpoint that checkpoint.resume means, if any; rank 0 looks, all load the same."""
-    found = None
-    if job.world.is_main:
-        try:
-            found = checkpoint.find(job.cfg.checkpoint.resume, job.run.path)
-        except ConfigError as e:
-            found = e
-    found = job.world.from_main(found)
-    if isinstance(found, ConfigError):
-        raise found
-    if found is None:
-        return Outcome()
-    optimizer = job.optimizer if with_optimizer else None
-    position, state = checkpoint.load(found, job.engine, optimizer, job.world)
-    job.report.note(f"loaded {found}: step {position.step}, epoch {position.epoch}")
-    if with_optimizer:
-        keep_to(state, job)
-    return Outcome(position, state.get("final") or {}, state.get("best"), found)
-
-
-def keep_to(state: dict, job: Job) -> None:
-    """What is typed wins over what was saved, but for the seed: the data's order goes on."""
-    seed = state.get("seed", job.cfg.seed)
-    if seed != job.cfg.seed:
-        job.report.note(f"seed={seed} as in the checkpoint, not {job.cfg.seed}")
-        job.cfg.seed = seed
-    kind, micro = type(job.optimizer).__name__, job.plan.micro
-    if state.get("optimizer", kind) != kind:
-        job.report.note(
-            f"{kind} starts afresh: the checkpoint has the state of {state['optimizer']}"
-        )
-    if job.plan.coupled and state.get("micro_batch_size", micro) != micro:
-        job.report.note(
-            f"BatchNorm over {micro} samples, in the checkpoint over {state['micro_batch_size']}: "
-            f"trainer.micro_batch_size={state['micro_batch_size']} keeps to it"
-        )
+    before = outcome.best[metric] if outcome.best else math.nan
+    gain = (metrics[metric] - before) * (1 if mode == "max" else -1)
+    if math.isnan(before) or gain > 0:
+        outcome.best, outcome.stale = {"step": outcome.position.step, **metrics}, 0
+    else:
+        outcome.stale += 1

@@ -9,7 +9,8 @@ from jobs import composed, job_of, joined
 from ranks import run_ranks, train
 
 from meshwork import trainer
-from meshwork.checkpoint import complete, read_model
+from meshwork.checkpoint import read_model
+from meshwork.checkpoint_files import complete
 
 OWN = ("model=timm", "model.name=own", "data._target_=toys.noise", "data.image_size=8")
 VIT = ("model.args={patch_size: 8, depth: 2}", "data.num_samples=160", "data.val_samples=40")

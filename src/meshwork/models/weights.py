@@ -17,7 +17,8 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     """
     source = Path(path)
     if source.is_dir():
-        from meshwork.checkpoint import newest, read_model
+        from meshwork.checkpoint import read_model
+        from meshwork.checkpoint_files import newest
 
         return read_model(newest(source) or source)
     try:

@@ -56,7 +56,7 @@ class Engine:
     ):
         self.parts, self.wrapped, self.task = parts, wrapped, task
         self.module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
-        self.plan, self.world, self.mesh = plan, world, mesh
+        self.plan, self.world, self.mesh, self.layout = plan, world, mesh, layout
         rank = world.ranks.rank
         self.data_rank = layout.data_rank(rank)
         self.counts = layout.tp_rank(rank) == 0
@@ -82,9 +82,13 @@ class Engine:
         for norm in self._frozen_norms:
             norm.eval()
         if mode:
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # gives up what an evaluation has gathered
+            self.forget_gathered()
+
+    def forget_gathered(self) -> None:
+        """Give up the whole weights that an evaluation has gathered from their shards."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank under the names of the bare model."""

@@ -1,19 +1,25 @@
-"""Reads the folders of torch.distributed.checkpoint so that nothing in them can run code."""
+"""The files of torch.distributed.checkpoint: written with the crc32 of each, read so that nothing
+in them can run code."""
 
 import io
 import pickle
 import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from meshwork.config import ConfigError
 from meshwork.distributed import World
@@ -86,6 +92,55 @@ class TensorReader(FileSystemReader):
         return self.storage_data[item.storage_index].relative_path
 
 
+class _Counted:
+    """A file open for writing, with the size and crc32 of what went into it."""
+
+    def __init__(self, file: io.IOBase):
+        self.file, self.size, self.crc = file, 0, 0
+        self.tell, self.flush = file.tell, file.flush
+        self.fileno, self.close = file.fileno, file.close
+
+    def write(self, data: bytes) -> int:
+        self.crc, self.size = zlib.crc32(data, self.crc), self.size + len(data)
+        return self.file.write(data)
+
+
+class _CountedFiles(FileSystem):
+    """torch's file system; written: {name: [size, crc32]} of the files it has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, list[int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[io.IOBase | _Counted]:
+        with super().create_stream(path, mode) as file:
+            counted = _Counted(file)
+            yield counted
+        self.written[Path(path).name.removesuffix(".tmp")] = [counted.size, counted.crc]
+
+
+def write_from(path: Path, tensors: dict[str, Tensor], world: World) -> dict[str, list[int]]:
+    """Write tensors into a checkpoint folder by name; all ranks call it.
+
+    Returns {file: [size, crc32]} of what this rank has written. Raises what writing raised, on any
+    rank, on all of them.
+    """
+    writer = FileSystemWriter(path)
+    writer.fs = _CountedFiles()
+    group, before = world.saving, get_crc32_options()
+    set_crc32_options(False)  # ours cover the whole file
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one process saves without a process group on purpose
+            dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as e:
+        raise _first_cause(e, OSError) from e
+    finally:
+        set_crc32_options(before)
+    return writer.fs.written
+
+
 def entries_of(path: Path) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint folder, by name: size and dtype."""
     return TensorReader(path).read_metadata().state_dict_metadata
@@ -100,6 +155,10 @@ def read_into(path: Path, tensors: dict[str, Tensor], world: World | None) -> No
         try:
             dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
         except CheckpointException as e:
-            causes = [cause for cause, _ in e.failures.values()]
-            said = [cause for cause in causes if isinstance(cause, ConfigError)]
-            raise (said or causes)[0] from e
+            raise _first_cause(e, ConfigError) from e
+
+
+def _first_cause(error: CheckpointException, kind: type) -> BaseException:
+    """What the first rank raised; of this kind where any rank did."""
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if isinstance(cause, kind)), causes[0])
