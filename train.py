@@ -108,8 +108,9 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         ema = Ema(engine, cfg.trainer.ema_decay) if cfg.trainer.ema_decay is not None else None
         saver, stop = Saver(cfg.checkpoint, folder.checkpoints, world), Stop(world, folder.path)
         parts = engine, plan, horizon, data, optimizer, schedule, report, saver, stop, ema, found
-        outcome = modes.MODES[cfg.mode](Job(cfg, world, folder, *parts))
-        objective = report.result(outcome, overrides, stop.reason)
+        with stop:
+            outcome = modes.MODES[cfg.mode](Job(cfg, world, folder, *parts))
+            objective = report.result(outcome, overrides, stop.reason)
     if outcome.stopped and ranks.source != "torchrun":  # which would take it for a failure
         raise start.Reported(start.STOPPED)
     return objective

@@ -3,6 +3,7 @@
 from copy import deepcopy
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import timm
@@ -190,3 +191,16 @@ def test_paths_are_dropped_only_where_that_is_asked_for() -> None:
 
     assert rates(0.0) <= {0.0}
     assert max(rates(0.2)) == pytest.approx(0.2)
+
+
+def test_dropout_of_an_architectures_own_is_off_unless_asked_for() -> None:
+    """ghostnet calls F.dropout with 0.2 of its own accord."""
+
+    def differs(**given: Any) -> bool:
+        model = timm_model("ghostnet_050", num_classes=3, in_chans=3, img_size=64, **given)
+        for norm in (m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)):
+            norm.eval()
+        image = torch.randn(2, 3, 64, 64)
+        return not torch.equal(model(image), model(image))
+
+    assert not differs() and differs(drop_rate=0.2)

@@ -26,8 +26,7 @@ def _evaluate(job: Job, split: str, dataset: object) -> Outcome:
         )
     outcome = _weights(job)
     outcome.final, outcome.best = {}, None
-    with job.stop:
-        trainer.validate(job, trainer.evaluation_set(job, dataset), outcome, True, split)
+    trainer.validate(job, trainer.evaluation_set(job, dataset), outcome, True, split)
     outcome.stopped = outcome.unvalidated
     return outcome
 
@@ -48,7 +47,7 @@ def predict_all(job: Job) -> Outcome:
     outcome = _weights(job)
     steps = eval_steps(len(dataset), job.plan.evaluated, job.engine.data_rank, job.plan.ranks)
     batches = trainer.evaluation_set(job, dataset)
-    parts = (steps, dataset, job.data.classes, job.world, job.run.path)
+    parts = (steps, dataset, job.data.classes, job.world, job.stop.agreed, job.run.path)
     with trainer.explained():
         n, bad = predict(job.engine, batches, *parts)
     job.report.bad_images(bad)
@@ -56,10 +55,4 @@ def predict_all(job: Job) -> Outcome:
     return outcome
 
 
-def train(job: Job) -> Outcome:
-    """Train; a signal, or the file `stop`, ends it with a checkpoint."""
-    with job.stop:
-        return trainer.fit(job)
-
-
-MODES = {"train": train, "validate": validate, "test": test, "predict": predict_all}
+MODES = {"train": trainer.fit, "validate": validate, "test": test, "predict": predict_all}

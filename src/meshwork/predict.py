@@ -2,13 +2,13 @@
 
 import csv
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwork.config import ConfigError
+from meshwork.config import ConfigError, Failure
 from meshwork.data.loader import Step
 from meshwork.distributed import World
 from meshwork.parallel.engine import Engine
@@ -23,6 +23,7 @@ def predict(
     dataset: Any,
     classes: tuple[str, ...],
     world: World,
+    stop: Callable[[], bool],
     folder: Path,
 ) -> tuple[int, list[tuple[str, str]]]:
     """Write folder/predictions.csv: path, label, and the probability of each class.
@@ -30,7 +31,7 @@ def predict(
     Returns the number of lines, and (path, reason) of images that could not be read: this rank's,
     on rank 0 all. batches, steps: this rank's, in the same order. path: of the file, or the
     sample's index where the data set has none. Each rank writes its part, rank 0 joins them in the
-    order of the samples.
+    order of the samples. Raises Failure where `stop()` asks to leave.
     """
     part = folder / f".predictions.rank{world.ranks.rank}"
     engine.train(False)
@@ -38,6 +39,9 @@ def predict(
     with open(part, "w", **TEXT) as file:
         writer = csv.writer(file)
         for step, batch in zip(steps, batches, strict=True):
+            if stop():
+                raise Failure("asked to stop: predictions.csv is not written")
+            world.beat("predict")
             bad += batch.bad
             output = engine.predict(batch.to(world.device, engine.dtype))
             if output is None or not engine.counts:

@@ -23,6 +23,7 @@ from meshwork.config import ConfigError
 from meshwork.data.order import mixed, permuted
 
 BLOCK = 2048  # samples whose order is looked up at once: 0.2 us each, where one alone takes 200
+WORKER_GRACE_S = 60  # a loader worker told to end serves on for so long
 STAND_INS = 100  # images in a row that may be bad
 
 
@@ -251,7 +252,11 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def _start_worker(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to answer
+    # A request to stop reaches the whole process group; it is the training process's to answer,
+    # which still needs batches until all ranks have agreed.
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_S))
     sys.excepthook = lambda *_: None  # a thread that finds it gone has nothing to tell
 
 

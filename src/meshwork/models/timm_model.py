@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.dropout import _DropoutNd
 
 from meshwork.config import ConfigError
 from meshwork.models.hub import first_line, from_hub
@@ -53,10 +54,14 @@ def timm_model(
         model = from_hub(lambda: _create(name, given, pretrained=True), name, timeout_s)
     else:
         model = _create(name, given)
-    if not drop_path_rate:
-        for module in model.modules():  # some architectures have a rate of their own
-            if isinstance(module, timm.layers.DropPath):
-                module.drop_prob = 0.0
+    for module in model.modules():  # some architectures have rates of their own, but 0 is 0
+        if not drop_path_rate and isinstance(module, timm.layers.DropPath):
+            module.drop_prob = 0.0
+        if not drop_rate and not any("drop" in key for key in args):
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            elif isinstance(getattr(module, "drop_rate", None), float):  # for F.dropout
+                module.drop_rate = 0.0
     _check_classifier(model, name)
     if img_size is not None:
         _check_output(model, name, (in_chans, img_size, img_size), num_classes)
