@@ -23,6 +23,7 @@ from meshwork.parallel.fsdp import local, put, whole
 
 # Plain numbers of an optimizer are saved as tensors; a suffix says what they were: step:int.
 NUMBERS = {"bool": bool, "int": int, "float": float}
+OVERHEAD = 1536  # bytes that a file holds beside those of a tensor
 GROUP = "group/"  # in front of what an optimizer counts by group and not by parameter
 
 
@@ -96,10 +97,8 @@ def _optimizer_values(
 def _bytes(engine: Engine, tensors: dict[str, Tensor]) -> int:
     """What this rank adds to the files of a checkpoint: of copies one is written."""
     first = engine.data_rank == 0 and engine.counts
-    return sum(
-        v.numel() * v.element_size()
-        for v in (local(t) for t in tensors.values() if _first_copy(t, first))
-    )
+    mine = [local(t) for t in tensors.values() if _first_copy(t, first)]
+    return sum(t.numel() * t.element_size() + OVERHEAD for t in mine)
 
 
 def _first_copy(tensor: Tensor, first: bool) -> bool:
@@ -142,8 +141,8 @@ class Saver:
         state["optimizer"] = type(optimizer).__name__
         given = self.folder, state, _bytes(engine, tensors), facts.get("best")
         if self.thread is None:
-            self.pending = Future()
-            self.pending.set_result(self._write(tensors, *given, self.world))
+            path, self.pending = self._write(tensors, *given, self.world), Future()
+            self.pending.set_result(path)
         else:
             tensors = self._copied(tensors)
             self.pending = self.thread.submit(self._write, tensors, *given, self.world.for_saving())

@@ -45,6 +45,10 @@ def write(
             raise OSError(errno.ENOSPC, "no room")
         partial.mkdir()
 
+    def clean() -> int:
+        shutil.rmtree(partial, ignore_errors=True)
+        return shutil.disk_usage(folder if folder.exists() else folder.parent).free
+
     def complete() -> None:
         text = json.dumps(state, indent=1)
         _write_through(partial / STATE, text)
@@ -62,11 +66,9 @@ def write(
         written = world.to_main(write_from(partial, tensors, world))
         world.on_main(complete)
     except OSError as e:
-        if world.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+        free = world.on_main(clean)
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
         raise DiskFull(
             f"the disk is full: {final} needs {needed:,} bytes, {free:,} are free; earlier "
             "checkpoints are intact: make room, set checkpoint.keep lower, or choose another "

@@ -277,6 +277,7 @@ def log_to_file(run: RunDir, world: World) -> None:
         old.close()
     root.addHandler(handler)
     logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk is not told once for every line
     log.setLevel(logging.INFO)
     world.stacks = open(folder / f"rank{rank}.stacks.txt", "a")  # open as long as the process
     if hasattr(faulthandler, "register"):

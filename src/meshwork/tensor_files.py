@@ -93,16 +93,21 @@ class TensorReader(FileSystemReader):
 
 
 class _Counted:
-    """A file open for writing, with the size and crc32 of what went into it."""
+    """A file open for writing, with the size and crc32 of what went into it, and what failed."""
 
     def __init__(self, file: io.IOBase):
         self.file, self.size, self.crc = file, 0, 0
+        self.error: OSError | None = None
         self.tell, self.flush = file.tell, file.flush
         self.fileno, self.close = file.fileno, file.close
 
     def write(self, data: bytes) -> int:
         self.crc, self.size = zlib.crc32(data, self.crc), self.size + len(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as e:
+            self.error = e
+            raise
 
 
 class _CountedFiles(FileSystem):
@@ -116,7 +121,10 @@ class _CountedFiles(FileSystem):
     def create_stream(self, path: Path, mode: str) -> Iterator[io.IOBase | _Counted]:
         with super().create_stream(path, mode) as file:
             counted = _Counted(file)
-            yield counted
+            try:
+                yield counted
+            except Exception as e:  # torch.save covers the cause with an error of its own
+                raise counted.error or e from e
         self.written[Path(path).name.removesuffix(".tmp")] = [counted.size, counted.crc]
 
 
