@@ -1,9 +1,10 @@
 """What the template costs: its loop against a hand-written one, its sample path, its start.
 
-    make bench        (or: python scripts/bench.py [loop] [samples] [start])
+    make bench        (or: python scripts/bench.py [loop] [samples] [start] [layouts])
 
 Everything is measured in one run, the two sides in turn, on one thread; only ratios are worth
-keeping. Losses of both loops are compared, so that both do the same work.
+keeping. Losses of both loops are compared, so that both do the same work. `layouts` is all of
+bench_layouts.py.
 """
 
 import argparse
@@ -266,7 +267,7 @@ def _to_first_step(command: list[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", default=["loop", "samples", "start"])
+    parser.add_argument("what", nargs="*", default=["loop", "samples", "start", "layouts"])
     what = parser.parse_args().what
     torch.set_num_threads(1)
     import timm
@@ -287,6 +288,10 @@ def main() -> None:
         bench_samples("synthetic", "data=synthetic", "data.augment.hflip=0.5")
     if "start" in what:
         bench_start()
+    if "layouts" in what:
+        import bench_layouts
+
+        bench_layouts.main()
 
 
 if __name__ == "__main__":
