@@ -18,7 +18,7 @@ INSTALLED := $(ENV)/.meshwork-installed
 THREADS := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format survey bench clean
+.PHONY: help install train test lint format survey presets bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed 's/:.*  ## /\t/' | expand -t 10
@@ -49,6 +49,9 @@ format: $(INSTALLED)  ## ruff: mend style and format
 
 survey: $(INSTALLED)  ## every family of timm under every kind of layout
 	$(THREADS) $(BIN)/python scripts/survey.py $(ARGS)
+
+presets: $(INSTALLED)  ## train every preset on digits beside one process
+	$(THREADS) $(BIN)/python scripts/presets.py $(ARGS)
 
 bench: $(INSTALLED)  ## what the template costs beside a hand-written loop
 	$(THREADS) $(BIN)/python scripts/bench.py $(ARGS)

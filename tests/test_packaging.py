@@ -120,6 +120,7 @@ def test_make_alone_lists_the_targets():
         "lint",
         "format",
         "survey",
+        "presets",
         "bench",
         "clean",
     ]
