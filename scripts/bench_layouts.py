@@ -148,7 +148,7 @@ def idle(rank: int, cases: dict, rounds: int) -> dict:
 
 
 def bench_bubble(rounds: int) -> None:
-    """The idle share of a pipeline's step beside the schedule's formula."""
+    """The idle share of a pipeline's step, in the median round, beside the schedule's formula."""
     from meshwork.overview import bubble_of
 
     given = [*PIXELS, *MODELS["vit_tiny 64"][0], "parallel=pipeline", "optimizer=sgd"]
@@ -162,8 +162,9 @@ def bench_bubble(rounds: int) -> None:
     for schedule, m in cases:
         steps = list(zip(*(r[schedule, m] for r in ranks), strict=True))
         shares = [[1 - busy / seconds for busy, seconds in step] for step in steps]
-        share = statistics.median(statistics.mean(s) for s in shares)
-        each = ", ".join(f"{statistics.median(s):.3f}" for s in zip(*shares, strict=True))
+        middle = sorted(shares, key=statistics.mean)[len(shares) // 2]
+        share = statistics.mean(middle)
+        each = ", ".join(f"{s:.3f}" for s in middle)
         print(
             f"bubble   {schedule:<21} m={m:<3} {share:6.3f} of the time idle "
             f"({bubble_of(schedule, 2, m):.3f} by the formula; ranks {each})",
