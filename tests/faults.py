@@ -54,3 +54,20 @@ def slow_synthetic(image_size: int, seed: int, wait_s: float = 0.05, **given) ->
             return splits.train[index]
 
     return Splits(Slow(), splits.val, None, None, splits.classes, splits.in_chans, image_size)
+
+
+class Slow(Classification):
+    """A task whose loss takes its time, in training or in evaluation."""
+
+    def __init__(self, wait_s: float = 0.2, training: bool = True, on_rank: int | None = None, **g):
+        super().__init__(**g)
+        self.wait_s, self.training = wait_s, training
+        self.mine = on_rank is None or int(os.environ.get("RANK", 0)) == on_rank
+
+    def loss(self, output, batch):
+        trains = torch.is_grad_enabled() and output.requires_grad
+        if self.mine and trains == self.training:
+            end = time.monotonic() + self.wait_s
+            while (left := end - time.monotonic()) > 0:  # a signal's handler may end a sleep
+                time.sleep(min(left, 0.5))
+        return super().loss(output, batch)

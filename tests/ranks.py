@@ -127,21 +127,64 @@ def train(
     cwd: where the command is typed. before: called with the rank in each process first, to plant a
     fault.
     """
-    port, began, outputs = free_port(), time.monotonic(), tempfile.mkdtemp()
-    processes, files = [], []
-    for rank in range(n):
-        own = {**(rank_env(rank, n, port) if n > 1 else {}), **(env or {})}
-        out = [Path(outputs) / f"rank{rank}.{kind}" for kind in ("out", "err")]
-        given = (list(overrides), str(cwd), own, [str(p) for p in out], before, rank)
-        process = _context.Process(target=_train, args=given)
-        process.start()
-        processes.append(process)
-        files.append(out)
-    _wait(processes, timeout_s, lambda: "\n".join(p.read_text() for pair in files for p in pair))
-    texts = [[p.read_text() for p in pair] for pair in files]
-    shutil.rmtree(outputs)
-    codes = [p.exitcode for p in processes]
-    return Ended(codes, [t[0] for t in texts], [t[1] for t in texts], time.monotonic() - began)
+    return Started(n, *overrides, cwd=cwd, env=env, before=before).ended(timeout_s)
+
+
+class Started:
+    """Ranks of train.py that a test can look at, signal and kill, and then wait for."""
+
+    def __init__(
+        self,
+        n: int,
+        *overrides: str,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        before: Callable | None = None,
+    ):
+        port, self.began, self.folder = free_port(), time.monotonic(), Path(tempfile.mkdtemp())
+        self.processes, self.files = [], []
+        for rank in range(n):
+            own = {**(rank_env(rank, n, port) if n > 1 else {}), **(env or {})}
+            files = [self.folder / f"rank{rank}.{kind}" for kind in ("out", "err")]
+            given = (list(overrides), str(cwd), own, [str(p) for p in files], before, rank)
+            process = _context.Process(target=_train, args=given)
+            process.start()
+            self.processes.append(process)
+            self.files.append(files)
+
+    def told(self) -> str:
+        """What all ranks have printed so far."""
+        return "\n".join(p.read_text() for pair in self.files for p in pair if p.exists())
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        """Wait until some rank has printed a text."""
+        end = time.monotonic() + timeout_s
+        while text not in (told := self.told()):
+            assert any(p.is_alive() for p in self.processes), f"ended without {text!r}\n{told}"
+            if time.monotonic() > end:
+                self.kill()
+                raise Hang(f"{text!r} was not printed within {timeout_s} s\n{told[-3000:]}")
+            time.sleep(0.02)
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to these ranks, or to all."""
+        for rank in ranks or range(len(self.processes)):
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to all, and no wait for them but this."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def ended(self, timeout_s: float = 90) -> Ended:
+        _wait(self.processes, timeout_s, self.told)
+        texts = [[p.read_text() for p in pair] for pair in self.files]
+        shutil.rmtree(self.folder)
+        seconds = time.monotonic() - self.began
+        codes = [p.exitcode for p in self.processes]
+        return Ended(codes, [t[0] for t in texts], [t[1] for t in texts], seconds)
 
 
 def _wait(processes: list, timeout_s: float, told: Callable[[], str] = str) -> None:

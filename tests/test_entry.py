@@ -90,9 +90,9 @@ def test_an_exit_inside_a_job_does_not_end_the_sweep(tmp_path):
     assert states == ["failed", "finished"]
 
 
-def test_ctrl_c_ends_the_process_with_130_and_leaves_none_behind(tmp_path):
+def test_ctrl_c_saves_and_stops_with_75_and_leaves_no_process_behind(tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), "logger=none", "trainer.max_epochs=500"]
-    command += ["data.workers=2", "checkpoint.every_n_epochs=null"]
+    command += ["data.workers=2", "checkpoint.every_n_epochs=null", "run.dir=run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A shell's background jobs, and so what they start, ignore Ctrl-C.
     heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
@@ -102,7 +102,10 @@ def test_ctrl_c_ends_the_process_with_130_and_leaves_none_behind(tmp_path):
             break
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    assert process.returncode == 75, err
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "SIGINT")
+    assert (tmp_path / "run" / "checkpoints" / f"step_{status['step']}" / "state.json").exists()
     assert "Traceback" not in err, err
     time.sleep(0.5)
     left = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True)

@@ -181,14 +181,17 @@ class Saver:
         return done.result() if done is not None else None
 
 
-def read_model(path: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint by the bare model's names, whole tensors on the CPU."""
+def read_model(path: Path, kind: str = "model") -> dict[str, Tensor]:
+    """Weights of a checkpoint by the bare model's names, whole tensors on the CPU.
+
+    kind: model, or ema for the averages, which are none where the run kept none.
+    """
     from meshwork.tensor_files import entries_of, read_into
 
-    entries = {k: v for k, v in entries_of(path).items() if k.startswith("model.")}
+    entries = {k: v for k, v in entries_of(path).items() if k.startswith(f"{kind}.")}
     tensors = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in entries.items()}
     read_into(path, tensors, None)
-    return {k.removeprefix("model."): v for k, v in tensors.items()}
+    return {k.removeprefix(f"{kind}."): v for k, v in tensors.items()}
 
 
 def load(

@@ -43,10 +43,10 @@ def evaluate(
     engine: Engine,
     batches: Iterable[Batch],
     world: World,
-    stop: Callable[[], bool],
     keep_worst: bool = False,
     prefix: str = "val",
     logger: Any = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Result | None:
     """Loss and metrics of the task over an evaluation set; None where `stop()` broke it off.
 

@@ -1,6 +1,7 @@
 """One run, one folder: its identity, what it says of itself, its status and result."""
 
 import faulthandler
+import hashlib
 import json
 import logging
 import os
@@ -149,12 +150,13 @@ def _stamp(world: World) -> str:
 def _make(cfg: Config, world: World, overrides: list[str], sweep: tuple[str, int] | None) -> RunDir:
     stamp = _stamp(world)
     named = cfg.run.id or os.environ.get(ENV_RUN_ID)
-    run_id = named or stamp.rsplit("_", 1)[-1]
+    launched = _launch_id()
+    run_id = named or launched or stamp.rsplit("_", 1)[-1]
     notice = ""
     if cfg.run.dir or sweep:
         path = Path(cfg.run.dir) if cfg.run.dir else Path(sweep[0]) / str(sweep[1])
         run_id = named or read_json(path / "status.json").get("id") or run_id
-    elif named:
+    elif named := named or launched:
         path = _find(Path(cfg.run.root), named)
         if (
             path
@@ -168,6 +170,12 @@ def _make(cfg: Config, world: World, overrides: list[str], sweep: tuple[str, int
         path = Path(cfg.run.root) / stamp
     path.mkdir(parents=True, exist_ok=True)
     return RunDir(path.resolve(), run_id, 1, notice)
+
+
+def _launch_id() -> str | None:
+    """An id for what torchrun has started, the same after a restart, a join and a loss of nodes."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if launch == "none" else hashlib.blake2s(launch.encode(), digest_size=4).hexdigest()
 
 
 def _find(root: Path, run_id: str) -> Path | None:

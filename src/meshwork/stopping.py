@@ -75,4 +75,4 @@ class Stop:
             self.looked = now
             if self.file.exists():
                 self.file.unlink(missing_ok=True)
-                self.reason = self.reason or f"the file {self.file}"
+                self.reason = self.reason or f"the file {self.file.name}"

@@ -185,7 +185,7 @@ def validate(job: Job, batches: Any, outcome: Outcome, in_full: bool, split: str
     if job.ema is not None:
         weights.append((f"{split}_ema", job.ema.swapped(job.engine)))
     for name, swapped in weights:
-        parts = job.world, job.stop.agreed, in_full and name == split, name, report.loggers
+        parts = job.world, in_full and name == split, name, report.loggers, job.stop.agreed
         with explained(), swapped:
             result = evaluate(job.engine, batches, *parts)
         outcome.unvalidated = result is None

@@ -67,7 +67,7 @@ def test_two_nodes_are_one_run_in_one_folder(tmp_path):
     (folder,) = runs(tmp_path)
     assert "2 from torchrun" in out_0
     assert out_1.strip() == ""
-    assert sorted(os.listdir(folder / "logs")) == ["rank0.log", "rank1.log"]
+    assert sorted(p.name for p in (folder / "logs").glob("*.log")) == ["rank0.log", "rank1.log"]
     assert json.loads((folder / "result.json").read_text())["step"] == 2
 
 

@@ -27,7 +27,10 @@ def test_ranks_that_start_seconds_apart_share_one_folder(tmp_path):
     assert ended.codes == [0, 0], ended.all_err
     assert os.listdir(tmp_path) == ["outputs"]
     assert len(folders(tmp_path / "outputs")) == 1
-    assert sorted(os.listdir(ended.folder / "logs")) == ["rank0.log", "rank1.log"]
+    assert sorted(p.name for p in (ended.folder / "logs").glob("*.log")) == [
+        "rank0.log",
+        "rank1.log",
+    ]
     assert sorted(os.listdir(ended.folder / ".hydra")) == [
         "config.yaml",
         "hydra.yaml",
