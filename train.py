@@ -111,7 +111,9 @@ def run(cfg: config.Config, ranks: Ranks) -> float | None:
         with stop:
             outcome = modes.MODES[cfg.mode](Job(cfg, world, folder, *parts))
             objective = report.result(outcome, overrides, stop.reason)
-    if outcome.stopped and ranks.source != "torchrun":  # which would take it for a failure
+            goes_on = outcome.stopped and stop.node_stays()
+    # torchrun takes another code than 0 for a failure, and starts the ranks again.
+    if outcome.stopped and (goes_on or ranks.source != "torchrun"):
         raise start.Reported(start.STOPPED)
     return objective
 

@@ -229,7 +229,8 @@ def _join(world: World, timeout: timedelta) -> None:
     """Fill in store and groups."""
     ranks, device = world.ranks, world.device
     world.store = _connect(ranks, timeout)
-    world.attempt = dist.PrefixStore(f"attempt-{ranks.restarts}", world.store)
+    number = ranks.restarts if ranks.reused_store else 0
+    world.attempt = dist.PrefixStore(f"attempt-{number}", world.store)
     if device.type == "cuda":
         _refuse_shared_gpu(world.attempt, ranks, device)
         for name, value in FLIGHT_RECORDER.items():

@@ -16,7 +16,8 @@ class Ranks:
 
     local_world_size and node_rank are None where a person exported the ranks: they are filled from
     host names once the ranks can talk. master: (address, port) of the store, None for one process
-    on its own. restarts: how often torchrun has started this worker again.
+    on its own. restarts: how often torchrun has started this worker again, which a node that joins
+    later counts from 0. reused_store: whether the store has served the attempts before, too.
     """
 
     rank: int = 0
@@ -27,6 +28,7 @@ class Ranks:
     source: str = "one process"
     master: tuple[str, int] | None = None
     restarts: int = 0
+    reused_store: bool = False
 
 
 def ranks_from(env: Mapping[str, str]) -> Ranks:
@@ -59,6 +61,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
         local_world_size=_number(env.get("LOCAL_WORLD_SIZE")) or 1,
         node_rank=_number(env.get("GROUP_RANK")) or 0,
         restarts=_number(env.get("TORCHELASTIC_RESTART_COUNT")) or 0,
+        reused_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

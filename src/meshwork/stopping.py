@@ -69,6 +69,17 @@ class Stop:
         self.pending = work, flag
         return self.decided
 
+    def node_stays(self) -> bool:
+        """Whether only other nodes were asked, each as a whole: they leave, and torchrun starts
+        this one's ranks again with those that stay. All ranks ask after they have stopped."""
+        node = self.world.ranks.node_rank
+        told = self.world.to_main((node, self.reason is not None))
+        nodes = {n: [asked for m, asked in told if m == n] for n, _ in told} if told else None
+        nodes = self.world.from_main(nodes)
+        leaving = [n for n, asked in nodes.items() if all(asked)]
+        untouched = [n for n, asked in nodes.items() if not any(asked)]
+        return node in untouched and len(leaving) + len(untouched) == len(nodes) and bool(leaving)
+
     def _look(self) -> None:
         now = time.monotonic()
         if self.world.is_main and now - self.looked > LOOK_S:
