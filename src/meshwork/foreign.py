@@ -46,26 +46,19 @@ NOT_YET = {
     "model_ema": "an average of the weights (EMA)",
 }
 
-# (group, option) -> what to type instead; taken where that option exists.
+ONE_PROCESS = "ddp (one process is not split whatever the layout)"
+
+# (group, option) -> what to type instead, perhaps with a remark; taken where that option exists.
 OPTIONS = {
-    ("parallel", "none"): "ddp",
-    ("parallel", "single"): "ddp",
+    ("parallel", "none"): ONE_PROCESS,
+    ("parallel", "single"): ONE_PROCESS,
     ("parallel", "dp"): "ddp",
     ("parallel", "fsdp2"): "fsdp",
     ("parallel", "tp"): "tensor",
     ("parallel", "pp"): "pipeline",
-    ("logger", "csv"): "none",
-    ("logger", "jsonl"): "none",
+    ("logger", "csv"): "none (metrics.jsonl is always written)",
+    ("logger", "jsonl"): "none (metrics.jsonl is always written)",
     ("launcher", "submitit"): "slurm",
     ("launcher", "basic"): "local",
-    ("optimizer", "adam"): "adamw",
-}
-
-# What goes with an option of the table above.
-REMARKS = {
-    ("parallel", "none"): "one process is not split whatever the layout",
-    ("parallel", "single"): "one process is not split whatever the layout",
-    ("logger", "csv"): "metrics.jsonl is always written",
-    ("logger", "jsonl"): "metrics.jsonl is always written",
-    ("optimizer", "adam"): "with optimizer.weight_decay=0 it is Adam",
+    ("optimizer", "adam"): "adamw (with optimizer.weight_decay=0 it is Adam)",
 }

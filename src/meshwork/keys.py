@@ -30,8 +30,9 @@ def is_open(key: str) -> bool:
     return any(key.startswith(f"{k}.") for k in OPEN)
 
 
-def unknown_key(key: str, groups: Iterable[str] = ()) -> str:
-    """The sentence for a key that is not in the schema, with the nearest one that is."""
+def unknown_key(key: str, known: Iterable[str] = ()) -> str:
+    """The sentence for a key that is not in the schema, with the nearest of `known` (none: of the
+    schema): of those whose last part is spelled most alike the one that is most alike itself."""
     last = _last(key)
     if is_secret(key):
         return secret_key(key)
@@ -39,9 +40,11 @@ def unknown_key(key: str, groups: Iterable[str] = ()) -> str:
         return f"no key {key}: meshwork says {foreign.KEYS[last]}"
     if last in foreign.NOT_YET:
         return f"no key {key}: {foreign.NOT_YET[last]} is not built yet"
-    near = _nearest(key, [*schema_keys(), *groups])
+    known = list(known) or list(schema_keys())
+    like = difflib.get_close_matches(last, map(_last, known), 1, cutoff=0.7)
+    near = difflib.get_close_matches(key, [k for k in known if _last(k) in like], 1, cutoff=0)
     return f"no key {key}: " + (
-        f"did you mean {near}?" if near else "python train.py --help lists every key"
+        f"did you mean {near[0]}?" if near else "python train.py --help lists every key"
     )
 
 
@@ -74,22 +77,3 @@ def secrets_in(value: Any, key: str) -> Iterator[str]:
 
 def _last(key: str) -> str:
     return key.rsplit(".", 1)[-1]
-
-
-def _nearest(key: str, known: list[str]) -> str | None:
-    """The key elsewhere with the same last part, else the one spelled most alike."""
-    group = key.rpartition(".")[0]
-    neighbours = [k for k in known if k.rpartition(".")[0] == group]
-    for candidates, cutoff in (
-        ([k for k in known if _last(k) == _last(key)], 0),
-        ([k for k in neighbours if _alike(k, key) >= 0.6], 0),
-        (known, 0.85),
-        ([k for k in known if _alike(k, key) >= 0.7], 0),
-    ):
-        if near := difflib.get_close_matches(key, candidates, 1, cutoff):
-            return near[0]
-    return None
-
-
-def _alike(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, _last(a), _last(b)).ratio()
