@@ -26,7 +26,7 @@ def test_values_that_are_not_finite_do_not_break_a_picture():
     assert pictures.picture(image, (0.5,), (0.5,)).getpixel((0, 0)) == 0
 
 
-def test_a_batch_grid_shows_every_image_enlarged_by_whole_pixels():
+def test_a_batch_grid_shows_every_image_enlarged():
     images = torch.zeros(3, 1, 8, 8)
     images[1] = 1.0
     sheet = pictures.batch_grid(images, (0.0,), (1.0,), ["a", "b", "c" * 500])

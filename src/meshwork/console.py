@@ -6,9 +6,12 @@ Metrics come under their names in metrics.jsonl, rates as fractions; percents ar
 import re
 import textwrap
 import time
+from datetime import timedelta
 from typing import Any
 
 WIDTH, BAR = 100, 10
+# What matters most comes first: a narrow terminal cuts the end off.
+FIRST = ("loss", "top1", "samples_per_s", "wait")
 # Metrics known to be shares of one: shown as percents.
 SHARES = re.compile(r"^(top\d+|acc|accuracy|error|precision|recall|f1|m?iou|dice)$")
 
@@ -16,19 +19,15 @@ SHARES = re.compile(r"^(top\d+|acc|accuracy|error|precision|recall|f1|m?iou|dice
 def start_table(rows: list[tuple[str, str]]) -> str:
     """Label and text side by side, wrapped at 100 columns; paths are never broken."""
     left = max((len(label) for label, _ in rows), default=0) + 2
+    whole = {"break_long_words": False, "break_on_hyphens": False}
     lines = []
     for label, text in rows:
-        parts = [
-            part
-            for line in str(text).splitlines()
-            for part in textwrap.wrap(
-                line, WIDTH - left, break_long_words=False, break_on_hyphens=False
+        for line in text.splitlines():
+            start = f"{label:<{left}}"
+            lines += textwrap.wrap(
+                line, WIDTH, initial_indent=start, subsequent_indent=" " * left, **whole
             )
-        ]
-        lines += [
-            f"{label if i == 0 else '':<{left}}{part}".rstrip()
-            for i, part in enumerate(parts or [""])
-        ]
+            label = ""
     return "\n".join(lines)
 
 
@@ -46,17 +45,20 @@ class Progress:
 
     def train(self, metrics: dict[str, Any], epoch: int) -> None:
         """One logged step: a line, or the bar moved on. metrics holds step and train/..."""
-        step, parts = metrics["step"], _train_parts(_below("train", metrics))
-        count, eta = f"{step}/{self.total}", f"eta {self._eta(step)}"
+        step, values = metrics["step"], _below("train", metrics)
+        if self.bar is not None and self.top1 is not None:
+            values["top1"] = self.top1
+        order = dict.fromkeys((*FIRST, *values))
+        parts = [_part(name, values[name]) for name in order if name in values]
+        pace = (time.monotonic() - self.began) / max(1, step - self.start)
+        eta = f"eta {timedelta(seconds=round(pace * max(0, self.total - step)))}"
         if self.bar is None:
-            print("  ".join([f"step {count}", f"epoch {epoch}", *parts.values(), eta]), flush=True)
-            return
-        # What matters most comes first: a narrow terminal cuts the end off.
-        top1 = {} if self.top1 is None else {"top1": f"top1 {_percent(self.top1, 2)}"}
-        order = dict.fromkeys(("loss", "top1", "samples_per_s", "wait"), "") | parts | top1
-        shown = [count, eta, *order.values(), f"epoch {epoch}"]
-        text = "  ".join(filter(None, shown))[: self.bar.console.width - BAR - 2]
-        self.bar.update(0, completed=step, text=text, refresh=True)
+            start = f"step {step}/{self.total}  epoch {epoch}"
+            print("  ".join([start, *parts, eta]), flush=True)
+        else:
+            text = "  ".join([f"{step}/{self.total}", eta, *parts, f"epoch {epoch}"])
+            text = text[: self.bar.console.width - BAR - 2]
+            self.bar.update(0, completed=step, text=text, refresh=True)
 
     def validation(self, metrics: dict[str, Any]) -> None:
         """One line for each set in metrics: val, val_ema, test."""
@@ -65,7 +67,7 @@ class Progress:
             values = _below(name, metrics)
             count = values.pop("count", None)
             parts = [f"{name:<5} step {metrics['step']}"] if "step" in metrics else [f"{name:<5}"]
-            parts += [f"{key} {_value(key, value)}" for key, value in values.items()]
+            parts += [_part(key, value) for key, value in values.items()]
             parts += [f"({count:,.0f} samples)"] if count is not None else []
             self.note("  ".join(parts))
             self.top1 = values.get("top1", self.top1) if name == "val" else self.top1
@@ -83,28 +85,6 @@ class Progress:
             self.bar.stop()
             self.bar = None
 
-    def _eta(self, step: int) -> str:
-        done = step - self.start
-        if done <= 0:
-            return "?"
-        left = (time.monotonic() - self.began) / done * (self.total - step)
-        minutes, seconds = divmod(round(max(0.0, left)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _train_parts(values: dict[str, Any]) -> dict[str, str]:
-    """What is shown of a logged step, by name, in the order of a line."""
-    texts = {
-        "loss": lambda v: f"loss {_number(v)}",
-        "lr": lambda v: f"lr {_number(v)}",
-        "samples_per_s": lambda v: f"{v:,.0f} samples/s",
-        "wait": lambda v: f"wait {_percent(v, 0)}",
-        "grad_norm": lambda v: f"grad {_number(v)}",
-    }
-    known = {name: text(values[name]) for name, text in texts.items() if name in values}
-    return known | {k: f"{k} {_value(k, v)}" for k, v in values.items() if k not in known}
-
 
 def _bar(total: int, start: int) -> Any:
     """A started rich progress bar of one line, redrawn when told to and at no other time."""
@@ -121,19 +101,10 @@ def _below(name: str, metrics: dict[str, Any]) -> dict[str, Any]:
     return {k.split("/", 1)[1]: v for k, v in metrics.items() if k.startswith(name + "/")}
 
 
-def _value(name: str, value: Any) -> str:
-    return _percent(value, 2) if SHARES.match(name) else _number(value)
-
-
-def _percent(share: float, digits: int) -> str:
-    return f"{100 * share:.{digits}f} %"
-
-
-def _number(value: Any) -> str:
-    """Four digits after the point, or three digits and an exponent where that says more: 9.8e-4."""
-    if not isinstance(value, (int, float)) or value != value or value in (0, float("inf")):
-        return str(value)
-    if 1e-2 <= abs(value) < 1e5:
-        return f"{value:.4f}" if isinstance(value, float) else str(value)
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+def _part(name: str, value: Any) -> str:
+    """A metric as a line shows it: percents, samples a second, or four digits."""
+    if name == "samples_per_s":
+        return f"{value:,.0f} samples/s"
+    if name == "wait" or SHARES.match(name):
+        return f"{name} {100 * value:.2f} %"
+    return f"{name.removesuffix('_norm')} {value:.4g}"

@@ -9,9 +9,9 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import shlex
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ class JsonlLogger:
     """
 
     def __init__(self, folder: Path):
-        path = Path(folder) / "metrics.jsonl"
-        self.file = open(path, "a+b")
-        self.file.truncate(_whole_lines(self.file))
+        self.file = open(Path(folder) / "metrics.jsonl", "a+b")
+        self.file.seek(0)
+        self.file.truncate(self.file.read().rfind(b"\n") + 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         line = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
@@ -42,19 +42,6 @@ class JsonlLogger:
 
     def finish(self, exit_code: int) -> None:
         self.file.close()
-
-
-def _whole_lines(file: Any) -> int:
-    """Bytes of a file up to and with its last newline."""
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 4096)
-        file.seek(start)
-        last = file.read(end - start).rfind(b"\n")
-        if last >= 0:
-            return start + last + 1
-        end = start
-    return 0
 
 
 def _plain(value: Any) -> Any:
@@ -111,21 +98,6 @@ class Loggers:
     def __init__(self, loggers: list[Any], warn: Callable[[str], None] = log.warning):
         self.loggers, self.warn = list(loggers), warn
 
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self._each("log", metrics, step)
-
-    def image(self, name: str, image: Any, step: int) -> None:
-        self._each("image", name, image, step)
-
-    def table(self, name: str, columns: list[str], rows: list[list], step: int) -> None:
-        self._each("table", name, columns, rows, step)
-
-    def finish(self, exit_code: int) -> None:
-        self._each("finish", exit_code)
-
-    def commands(self) -> list[str]:
-        return [line for lines in self._each("commands") for line in lines]
-
     def _each(self, method: str, *args: Any) -> list[Any]:
         answers = []
         for logger in list(self.loggers):
@@ -138,3 +110,11 @@ class Loggers:
                 name = type(logger).__name__
                 self.warn(f"{name} failed in {method} ({reason(e)}): left out from here on")
         return answers
+
+    log = partialmethod(_each, "log")
+    image = partialmethod(_each, "image")
+    table = partialmethod(_each, "table")
+    finish = partialmethod(_each, "finish")
+
+    def commands(self) -> list[str]:
+        return [line for lines in self._each("commands") for line in lines]

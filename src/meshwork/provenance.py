@@ -9,7 +9,6 @@ import platform
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from datetime import datetime
@@ -20,7 +19,7 @@ from meshwork.keys import is_secret
 
 HERE = Path(__file__).parent
 GIT_TIMEOUT_S = 5.0
-DIFF_BYTES = 1_000_000
+DIFF_CHARACTERS = 1_000_000
 HIDDEN = "***"
 
 URL_USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/\s?#]*@", re.I)
@@ -54,7 +53,7 @@ def collect(argv: list[str], ranks: Any, device: Any) -> dict:
     """
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": [redact(word) for word in _whole_pairs(argv)],
+        "command": [redact(word) for word in argv],
         "folder": os.getcwd(),
         "user": _or_none(getpass.getuser),
         "host": platform.node(),
@@ -90,52 +89,34 @@ def git_diff(where: Path = HERE) -> str:
     if not top:
         return ""
     patch = _git("diff", "HEAD", "--no-color", "--no-ext-diff", where=Path(top)) or ""
+    if len(patch) > DIFF_CHARACTERS:
+        patch = f"{patch[:DIFF_CHARACTERS]}\n# cut here, after {DIFF_CHARACTERS:,} characters"
     names = _git("ls-files", "--others", "--exclude-standard", where=Path(top)) or ""
     untracked = "".join(f"# untracked: {name}\n" for name in names.splitlines()[:1000])
     return "\n".join(part for part in (patch, untracked) if part)
 
 
 def _hide(pair: re.Match) -> str:
-    key = pair[1].lstrip("+~-")
-    return pair[0][: pair.start(3) - pair.start()] + HIDDEN if is_secret(key) else pair[0]
-
-
-def _whole_pairs(argv: list[str]) -> list[str]:
-    """The words, with the value of a secret `--key value` hidden: no single word shows that."""
-    keys = [word.lstrip("-") for word in argv]
-    return [
-        HIDDEN if i and argv[i - 1].startswith("--") and is_secret(keys[i - 1]) else word
-        for i, word in enumerate(argv)
-    ]
+    shown = pair[0].removesuffix(pair[3])
+    return shown + HIDDEN if is_secret(pair[1].lstrip("+~-")) else pair[0]
 
 
 def _git(*args: str, where: Path) -> str | None:
-    """What a git command prints, up to DIFF_BYTES; None where it fails or takes too long."""
+    """What a git command prints; None where it fails or takes too long."""
     env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = ["git", "-C", str(where), *args]
     try:
-        with subprocess.Popen(["git", "-C", str(where), *args], env=env, **pipes) as process:
-            timer = threading.Timer(GIT_TIMEOUT_S, process.kill)
-            timer.start()
-            output = process.stdout.read(DIFF_BYTES + 1)
-            cut = len(output) > DIFF_BYTES
-            if cut:
-                process.kill()
-            failed = process.wait() != 0
-            timer.cancel()
-    except OSError:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    text = output[:DIFF_BYTES].decode(errors="replace").strip("\n")
-    if cut:
-        return text + f"\n# cut here, after {DIFF_BYTES:,} bytes"
-    return None if failed else text
+    return None if done.returncode else done.stdout.decode(errors="replace").strip("\n")
 
 
 def _devices() -> list[str]:
-    # Not imported here: where torch is not loaded yet nothing has been computed on a device either.
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return []
+    import torch
+
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in found]
 
