@@ -14,7 +14,7 @@ from PIL import Image
 
 from meshwork.config import ConfigError, Run
 from meshwork.logger import WandbLogger, check_wandb
-from meshwork.wandb_logger import find_key, wandb_mode
+from meshwork.wandb_logger import has_key, wandb_mode
 
 RUN = Run(id=None, name=None, dir=None, root="outputs", group="g", tags=["a"], notes="why")
 KEY = "canary0123456789abcdef0123456789abcdef01"
@@ -54,18 +54,23 @@ def test_mode_auto_is_online_with_a_key_and_offline_without(monkeypatch):
     assert wandb_mode("auto") == "disabled" and wandb_mode("online") == "online"
 
 
-def test_a_key_is_found_in_netrc_and_settings(tmp_path, monkeypatch):
+def test_a_key_is_found_in_netrc_for_the_server_of_the_settings(tmp_path, monkeypatch):
     netrc = tmp_path / "home" / ".netrc"
     netrc.write_text("machine github.com login me password other\n")
-    assert find_key() is None
+    assert not has_key()
     netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n")
     netrc.chmod(0o600)
-    assert find_key() == KEY
+    assert has_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
-    assert find_key() is None
+    assert not has_key()
     (tmp_path / "home/.config/wandb").mkdir(parents=True)
-    (tmp_path / "home/.config/wandb/settings").write_text("[default]\napi_key = abc\n")
-    assert find_key() == "abc"
+    settings = tmp_path / "home/.config/wandb/settings"
+    settings.write_text("[default]\nbase_url = https://api.wandb.ai\n")
+    assert not has_key()
+    monkeypatch.delenv("WANDB_BASE_URL")
+    assert has_key()
+    settings.write_text("[default]\nbase_url = https://wandb.example.com\n")
+    assert not has_key()
 
 
 def test_online_without_a_key_is_refused_with_what_to_change(monkeypatch):
@@ -114,7 +119,6 @@ def test_an_offline_run_is_read_back_by_wandbs_own_tool(tmp_path):
         assert wanted in found
     assert "failed" in found and '"batch"' in found and '"worst"' in found
     assert logger.commands() == [f"wandb {verb} {folders[0]}" for verb in ("leet", "sync")]
-    assert logger.url_or_folder == str(folders[0])
 
 
 def test_a_later_attempt_is_the_same_run_and_synced_by_one_command(tmp_path):
@@ -166,7 +170,7 @@ def test_a_refused_network_ends_offline_in_time_with_one_warning(
     folders = list((tmp_path / "wandb").glob("*run-*"))
     assert [f.name.split("-2")[0] for f in folders if not f.is_symlink()] == ["offline-run"]
     warnings = [r.getMessage() for r in caplog.records if r.name == "meshwork"]
-    assert len(warnings) == 1 and f"wandb sync {logger.url_or_folder}" in warnings[0]
+    assert len(warnings) == 1 and logger.commands()[1] in warnings[0]
     assert capfd.readouterr() == ("", "")
     assert '"x": 7' in json.dumps(read_back(tmp_path / "wandb"))
 
@@ -231,7 +235,7 @@ def test_losing_the_network_neither_blocks_nor_ends_a_run(tmp_path, monkeypatch,
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     logger = wandb_run(tmp_path, mode="auto", timeout_s=3.0)
-    assert logger.mode == "online" and logger.url_or_folder.endswith("/me/digits/runs/run1")
+    assert logger.mode == "online" and logger.url.endswith("/me/digits/runs/run1")
     logger.log({"x": 1}, 1)
     server.shutdown()
     server.server_close()

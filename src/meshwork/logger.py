@@ -61,8 +61,8 @@ class TensorBoardLogger:
             )
         from torch.utils.tensorboard import SummaryWriter
 
-        self.url_or_folder = str(Path(folder) / "tensorboard")
-        self.writer = SummaryWriter(self.url_or_folder)
+        self.place = str(Path(folder) / "tensorboard")
+        self.writer = SummaryWriter(self.place)
         self.writer.add_text(
             "config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```"
         )
@@ -86,7 +86,7 @@ class TensorBoardLogger:
         self.writer.close()
 
     def commands(self) -> list[str]:
-        return [f"tensorboard --logdir {shlex.quote(self.url_or_folder)}"]
+        return [f"tensorboard --logdir {shlex.quote(self.place)}"]
 
 
 class Loggers:

@@ -16,22 +16,16 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 from meshwork.config import ConfigError, Run
 from meshwork.provenance import git_state, redact
 
 log = logging.getLogger("meshwork")
-
-WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-NO_KEY = (
-    "logger.mode=online, but no API key was found: set WANDB_API_KEY (or run `wandb login`), "
-    "or set logger.mode=offline|disabled"
-)
 
 
 def check_wandb(mode: str, args: dict | None = None) -> None:
@@ -48,8 +42,11 @@ def check_wandb(mode: str, args: dict | None = None) -> None:
             "logger=wandb, but the package wandb is not installed: pip install wandb, "
             "or set logger=none"
         )
-    if mode == "online" and find_key() is None:
-        raise ConfigError(NO_KEY)
+    if mode == "online" and not has_key():
+        raise ConfigError(
+            "logger.mode=online, but no API key was found: set WANDB_API_KEY (or run "
+            "`wandb login`), or set logger.mode=offline|disabled"
+        )
     if args:
         import wandb
 
@@ -64,48 +61,27 @@ def wandb_mode(mode: str) -> str:
     if mode != "auto":
         return mode
     asked = os.environ.get("WANDB_MODE", "").lower()
-    asked = {"dryrun": "offline", "run": "online"}.get(asked, asked)
     if asked in ("online", "offline", "disabled"):
         return asked
-    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
-        return "disabled"
-    return "online" if find_key() else "offline"
+    return "online" if has_key() else "offline"
 
 
-def find_key() -> str | None:
-    """The W&B key of this user from the environment, netrc or W&B's settings; "" for an identity
-    token, which W&B reads itself; None where there is none. Asks neither network nor terminal."""
-    if os.environ.get("WANDB_API_KEY"):
-        return os.environ["WANDB_API_KEY"]
-    if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return ""
-    settings = _wandb_settings()
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url", "")).netloc
-    return _netrc_key((host,) if host else WANDB_HOSTS) or settings.get("api_key")
+def has_key() -> bool:
+    """Whether this user has a W&B key or identity token in the environment, or a key in netrc.
 
-
-def _wandb_settings() -> dict[str, str]:
-    folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
-    parser = ConfigParser(interpolation=None)
-    with contextlib.suppress(Exception):
-        parser.read([os.path.join(folder, "settings"), os.path.join("wandb", "settings")])
-        return dict(parser["default"])
-    return {}
-
-
-def _netrc_key(hosts: tuple[str, ...]) -> str | None:
-    places = [
-        os.environ.get("NETRC"),
-        os.path.expanduser("~/.netrc"),
-        os.path.expanduser("~/_netrc"),
-    ]
-    for place in places:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            found = netrc.netrc(place) if place else None
-            entries = [found.hosts[h][2] for h in hosts if found and h in found.hosts]
-            if any(entries):
-                return next(e for e in entries if e)
-    return None
+    Asks neither network nor terminal.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = ConfigParser(interpolation=None)
+    with contextlib.suppress(Exception):  # no such file, or one that cannot be read
+        folder = os.environ.get("WANDB_CONFIG_DIR", os.path.expanduser("~/.config/wandb"))
+        settings.read(os.path.join(folder, "settings"))
+        typed = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+        host = urlsplit(os.environ.get("WANDB_BASE_URL", typed)).netloc
+        keys = netrc.netrc(os.environ.get("NETRC", os.path.expanduser("~/.netrc")))
+        return keys.authenticators(host) is not None
+    return False
 
 
 class WandbLogger:
@@ -215,49 +191,33 @@ class WandbLogger:
 
     def commands(self) -> list[str]:
         """What a person may type next: see the run in the terminal, open or send it."""
-        runs = self._folders()
-        if not runs:
+        if not self._folders():
             return []
-        look = f"wandb leet {shlex.quote(str(runs[-1]))}"
+        look = f"wandb leet {shlex.quote(str(self._folders()[-1]))}"
         return [look, self._sync()] if self.mode == "offline" or self.unsent else [look, self.url]
 
     def _start(self, wanted: dict, settings: dict) -> Any:
         """The started run, offline where no network answers; None where even that fails."""
         self.wandb.setup(self.wandb.Settings(silent=True))
-        if self.mode == "online":
-            before = self._folders()
-            try:
-                return self._init(wanted, {**settings, "api_key": find_key() or None})
-            except Exception as e:
-                # The run that never started keeps its id taken and has left a folder.
-                self.wandb.teardown()
-                for left in set(self._folders()) - set(before):
-                    shutil.rmtree(left, ignore_errors=True)
-                self.mode, why = "offline", reason(e)
-            run = self._start(wanted, settings)
-            if run is not None:
-                log.warning(
-                    f"W&B is offline for this run ({why}); send it later by: {self._sync()}"
-                )
-            return run
+        before = self._folders()
         try:
-            return self._init(wanted, settings)
+            # W&B stores sys.argv as it is; there is no setting against it.
+            with mock.patch.object(sys, "argv", [redact(word) for word in sys.argv]):
+                typed = self.wandb.Settings(**settings)
+                return self.wandb.init(**wanted, mode=self.mode, settings=typed)
         except Exception as e:
-            log.warning(f"W&B does not start ({reason(e)}): this run is not logged there")
-            return None
-
-    def _init(self, wanted: dict, settings: dict) -> Any:
-        with _redacted_argv():
-            return self.wandb.init(
-                **wanted, mode=self.mode, settings=self.wandb.Settings(**settings)
-            )
-
-    @property
-    def url_or_folder(self) -> str | None:
-        """Where the run can be seen: its address, or its newest folder when offline."""
-        if self.mode == "online":
-            return self.url
-        return str(self._folders()[-1]) if self._folders() else None
+            if self.mode == "offline":
+                log.warning(f"W&B does not start ({reason(e)}): this run is not logged there")
+                return None
+            # The run that never started keeps its id taken and has left a folder.
+            self.wandb.teardown()
+            for left in set(self._folders()) - set(before):
+                shutil.rmtree(left, ignore_errors=True)
+            self.mode, why = "offline", reason(e)
+        run = self._start(wanted, settings)
+        if run is not None:
+            log.warning(f"W&B is offline for this run ({why}); send it later by: {self._sync()}")
+        return run
 
     def _folders(self) -> list[Path]:
         """W&B's folders of this run, one an attempt, oldest first."""
@@ -266,17 +226,6 @@ class WandbLogger:
     def _sync(self) -> str:
         # All attempts in one command: they have one id and are one run in W&B.
         return "wandb sync " + " ".join(shlex.quote(str(f)) for f in self._folders())
-
-
-@contextlib.contextmanager
-def _redacted_argv() -> Iterator[None]:
-    """W&B stores sys.argv as it is when a run starts; there is no setting against it."""
-    argv = sys.argv
-    sys.argv = [redact(word) for word in argv]
-    try:
-        yield
-    finally:
-        sys.argv = argv
 
 
 def _try_log(run: Any, name: str, line: dict) -> None:
@@ -288,10 +237,9 @@ def _try_log(run: Any, name: str, line: dict) -> None:
 
 def _safe_id(run_id: str) -> str:
     """The id with what W&B refuses replaced; a changed one gets a hash, so that ids stay apart."""
-    safe = re.sub(r"[^A-Za-z0-9_.-]", "-", run_id)[:64]
-    return (
-        safe if safe == run_id else f"{safe[:55]}-{hashlib.sha1(run_id.encode()).hexdigest()[:8]}"
-    )
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "-", run_id)[:55]
+    digest = hashlib.sha1(run_id.encode()).hexdigest()[:8]
+    return safe if safe == run_id else f"{safe}-{digest}"
 
 
 def reason(error: Exception) -> str:
