@@ -151,12 +151,6 @@ def test_a_sweep_agents_run_id_is_taken(tmp_path, monkeypatch):
     assert len(list((tmp_path / "wandb").glob("offline-run-*-r1/run-r1.wandb"))) == 1
 
 
-def test_an_id_that_wandb_refuses_is_replaced(tmp_path):
-    logger = WandbLogger(tmp_path, {}, RUN, "lr=1/b#2", "offline", "p", None, 2.0)
-    logger.finish(0)
-    assert len(list((tmp_path / "wandb").glob("offline-run-*-lr-1-b-2-*"))) == 1
-
-
 def test_a_refused_network_ends_offline_in_time_with_one_warning(
     tmp_path, monkeypatch, caplog, capfd
 ):

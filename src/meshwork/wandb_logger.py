@@ -4,13 +4,11 @@ Imported with `meshwork.logger`, where the other loggers are; wandb itself is im
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import inspect
 import logging
 import netrc
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -137,7 +135,7 @@ class WandbLogger:
         wanted = {
             "dir": self.folder,
             "config": config,
-            "id": _safe_id(run_id),
+            "id": run_id,
             "resume": "allow",
             "project": project,
             "entity": entity,
@@ -233,13 +231,6 @@ def _try_log(run: Any, name: str, line: dict) -> None:
         run.log(line)
     except Exception as e:
         log.warning(f"W&B does not take the table {name} ({reason(e)})")
-
-
-def _safe_id(run_id: str) -> str:
-    """The id with what W&B refuses replaced; a changed one gets a hash, so that ids stay apart."""
-    safe = re.sub(r"[^A-Za-z0-9_.-]", "-", run_id)[:55]
-    digest = hashlib.sha1(run_id.encode()).hexdigest()[:8]
-    return safe if safe == run_id else f"{safe}-{digest}"
 
 
 def reason(error: Exception) -> str:

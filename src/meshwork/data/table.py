@@ -1,4 +1,4 @@
-"""The files of an image folder as a compact table, scanned once a node and mapped by workers.
+"""The files of an image folder as a compact table, scanned once a node and shared with workers.
 
 A Python list of paths is copied page by page into every worker, since reading an object counts its
 references; three arrays are not.
@@ -7,10 +7,9 @@ references; three arrays are not.
 import hashlib
 import json
 import os
-import secrets
-import stat
 import tempfile
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-ARRAYS = ("names", "ends", "labels")
-# Formats that PIL tells by name but cannot decode.
-NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG"}
+SUFFIXES = tuple(
+    b".jpg .jpeg .jpe .jfif .png .gif .bmp .webp .tif .tiff .ppm .pgm .pbm .pnm .tga .ico .jp2 "
+    b".avif".split()
+)
 
 
 @dataclass(frozen=True)
@@ -54,36 +54,30 @@ def scan(root: str | bytes, by_class: bool) -> Table:
 
     Hidden files and folders and empty files are no samples. Raises OSError for a closed folder.
     """
-    root, suffixes = os.fsencode(root), image_suffixes()
-    left_out, folders = Counter(), {}
-    classes, names, labels = [], [], []
+    root, left_out, folders = os.fsencode(root), Counter(), {}
+    found = _images(root, b"", left_out, folders, ())
+    parts = sorted(path.split(b"/", 1) for path in found)
+    classes, labels = [], [-1] * len(parts)
     if by_class:
-        folders[root] = os.stat(root).st_mtime_ns
-        for entry in sorted(os.scandir(root), key=lambda e: e.name):
-            if is_hidden(entry.name):
-                left_out["hidden"] += 1
-            elif entry.is_dir():
-                classes.append(entry.name)
-            else:
-                left_out["outside of a class folder"] += 1
-    for label, name in enumerate(classes) if by_class else [(-1, b"")]:
-        top = os.path.join(root, name)
-        found = sorted(_images(top, name, suffixes, left_out, folders, ()))
-        names += found
-        labels.append(np.full(len(found), label, np.int32))
+        left_out["outside of a class folder"] += sum(len(part) == 1 for part in parts)
+        parts = [part for part in parts if len(part) == 2]
+        classes = sorted(e.name for e in os.scandir(root) if e.is_dir() and not is_hidden(e.name))
+        label_of = {name: label for label, name in enumerate(classes)}
+        labels = [label_of[name] for name, _ in parts]
+    paths = [b"/".join(part) for part in parts]
     return Table(
         root,
-        np.frombuffer(b"".join(names), np.uint8),
-        np.cumsum([len(name) for name in names], dtype=np.int64),
-        np.concatenate([np.empty(0, np.int32), *labels]),
+        np.frombuffer(b"".join(paths), np.uint8),
+        np.cumsum([len(path) for path in paths], dtype=np.int64),
+        np.array(labels, np.int32),
         classes,
-        dict(left_out),
+        {kind: n for kind, n in left_out.items() if n},
         folders,
     )
 
 
 def _images(
-    folder: bytes, below: bytes, suffixes: tuple, left_out: Counter, folders: dict, above: tuple
+    folder: bytes, below: bytes, left_out: Counter, folders: dict, above: tuple
 ) -> Iterator[bytes]:
     """Paths of the image files in a folder's tree, `below` in front; no link leads back up."""
     status = os.stat(folder)
@@ -96,8 +90,8 @@ def _images(
         if is_hidden(entry.name):
             left_out["hidden"] += 1
         elif entry.is_dir():
-            yield from _images(entry.path, path, suffixes, left_out, folders, (*above, here))
-        elif not entry.name.lower().endswith(suffixes):
+            yield from _images(entry.path, path, left_out, folders, (*above, here))
+        elif not entry.name.lower().endswith(SUFFIXES):
             left_out["other files"] += 1
         elif entry.is_file() and entry.stat().st_size == 0:
             left_out["empty"] += 1
@@ -107,16 +101,6 @@ def _images(
 
 def is_hidden(name: bytes) -> bool:
     return name.startswith(b".") or name == b"__MACOSX"
-
-
-def image_suffixes() -> tuple[bytes, ...]:
-    """Suffixes of the files that PIL reads, in lower case."""
-    from PIL import Image
-
-    known = Image.registered_extensions()
-    return tuple(
-        suffix.encode() for suffix, kind in known.items() if kind in Image.OPEN.keys() - NOT_DECODED
-    )
 
 
 # ---- once a node ---------------------------------------------------------------------------------
@@ -129,62 +113,47 @@ def cached(root: str | bytes, by_class: bool) -> Table:
     """
     root = os.path.realpath(os.fsencode(root))
     try:
-        folder = cache_folder()
-        key = hashlib.sha256(root + bytes([by_class])).hexdigest()[:32]
-        with FileLock(folder / f"{key}.lock"):
-            return _load(folder, key, root) or _keep(folder, key, scan(root, by_class))
+        file = cache_folder() / f"{hashlib.sha256(root + bytes([by_class])).hexdigest()[:32]}.npz"
+        with FileLock(file.with_suffix(".lock")):
+            if (table := _load(file, root)) is None:
+                table = scan(root, by_class)
+                _keep(file, table)
+            return table
     except (OSError, NotImplementedError):  # read-only, full, or a file system without locks
         return scan(root, by_class)
 
 
 def cache_folder() -> Path:
-    """A folder that only this user writes. Raises OSError where there is none."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    temporary = Path(tempfile.gettempdir(), f"meshwork-{os.getuid()}")
-    folder = Path(home, "meshwork") if home else temporary
+    """This user's folder for what processes share. Raises OSError where there is none."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home, "meshwork")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    if not ours or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} can be written by others")
     return folder
 
 
-def _keep(folder: Path, key: str, table: Table) -> Table:
-    """Writes a table: arrays under new names, then, in one move, the page that names them."""
+def _keep(file: Path, table: Table) -> None:
     if time.time() - max(table.folders.values(), default=0) / 1e9 < 2:
-        return table  # a file added within the same tick of the clock would go unseen
-    stamp = secrets.token_hex(8)
+        return  # a file added within the same tick of the clock would go unseen
     page = {
-        "stamp": stamp,
         "classes": [os.fsdecode(name) for name in table.classes],
         "left_out": table.left_out,
         "folders": {os.fsdecode(name): changed for name, changed in table.folders.items()},
     }
-    old = [p for p in folder.glob(f"{key}-*") if p.suffix == ".npy"]
-    try:
-        for name in ARRAYS:
-            np.save(folder / f"{key}-{stamp}-{name}.npy", getattr(table, name))
-        (folder / f"{key}-{stamp}.json").write_text(json.dumps(page))
-        os.replace(folder / f"{key}-{stamp}.json", folder / f"{key}.json")
-    except OSError:
-        old = list(folder.glob(f"{key}-{stamp}*"))
-        return table
-    finally:
-        for path in old:
-            path.unlink(missing_ok=True)
-    return _load(folder, key, table.root) or table
+    arrays = {"names": table.names, "ends": table.ends, "labels": table.labels}
+    with tempfile.TemporaryDirectory(dir=file.parent) as place:
+        np.savez(Path(place, file.name), page=json.dumps(page), **arrays)
+        os.replace(Path(place, file.name), file)
 
 
-def _load(folder: Path, key: str, root: bytes) -> Table | None:
+def _load(file: Path, root: bytes) -> Table | None:
     try:
-        page = json.loads((folder / f"{key}.json").read_text())
+        with np.load(file) as found:
+            page = json.loads(str(found["page"]))
+            arrays = {name: found[name] for name in ("names", "ends", "labels")}
         folders = {os.fsencode(name): changed for name, changed in page["folders"].items()}
         if any(os.stat(name).st_mtime_ns != changed for name, changed in folders.items()):
             return None
-        files = {name: folder / f"{key}-{page['stamp']}-{name}.npy" for name in ARRAYS}
-        arrays = {n: np.asarray(np.load(p, mmap_mode="r")) for n, p in files.items()}
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     classes = [os.fsencode(name) for name in page["classes"]]
     return Table(root, **arrays, classes=classes, left_out=page["left_out"], folders=folders)
