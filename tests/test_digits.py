@@ -21,7 +21,7 @@ def test_four_fifths_of_the_digits_are_trained_on_and_one_fifth_is_validated():
     from sklearn.datasets import load_digits
 
     data = digits(image_size=8)
-    assert (len(data.train), len(data.val), data.num_classes) == (1438, 359, 10)
+    assert (len(data.train), len(data.val), len(data.classes)) == (1438, 359, 10)
     assert (data.in_chans, data.image_size) == (1, 8)
     all_labels = labels(data.train) + labels(data.val)
     assert all_labels.tolist() == np.bincount(load_digits().target).tolist()
@@ -59,7 +59,7 @@ def test_a_subset_is_drawn_by_the_seed_and_its_size_is_checked():
 def test_synthetic_images_follow_from_seed_and_index_and_train_and_val_differ():
     data = synthetic(16, seed=0, num_samples=200, val_samples=100, num_classes=4)
     again, other = (synthetic(16, seed=s, num_samples=200, num_classes=4) for s in (0, 1))
-    assert (len(data.train), len(data.val), data.num_classes, data.in_chans) == (200, 100, 4, 3)
+    assert (len(data.train), len(data.val), len(data.classes), data.in_chans) == (200, 100, 4, 3)
     assert pixels(data.train) == pixels(again.train) != pixels(other.train)
     assert len(set(pixels(data.train) + pixels(data.val))) == 300
 

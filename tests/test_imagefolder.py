@@ -56,7 +56,7 @@ def test_labels_are_the_places_of_trains_class_folders(root):
     for k in range(3):
         paint(root / "train" / "ant" / f"{k}.png")
     data = imagefolder(str(root), 32)
-    assert data.classes == ("ant", "cat", "dog") and data.num_classes == 3
+    assert data.classes == ("ant", "cat", "dog")
     assert targets(data.train) == [0] * 3 + [1] * 10 + [2] * 10
     assert targets(data.val) == [1] * 5 + [2] * 5  # val/ has no ant
     assert (data.in_chans, data.image_size, data.test, data.predict) == (3, 32, None, None)

@@ -1,3 +1,4 @@
+import gc
 import itertools
 import os
 import pickle
@@ -389,10 +390,12 @@ def private_mb(pid):
 def growth_mb(table, n_steps=12):
     """Growth of the private memory of each of two workers over steps of 10,000 samples."""
     samples, memory = Samples(Entries(table), still, 0, train=True), {}
+    gc.freeze()  # else a worker's full collection, which writes to all objects, may fall in here
     steps = itertools.islice(train_steps(len(table), plan(10_000), 0, 0, 0, 0, True), n_steps)
     for batch in loader(samples, steps, 2, CPU, 60):
         pid = int(batch.target[0])
         memory.setdefault(pid, []).append(private_mb(pid))
+    gc.unfreeze()
     assert len(memory) == 2
     return max(found[-1] - found[0] for found in memory.values())
 

@@ -1,8 +1,8 @@
 """A folder of images: train/CLASS/..., val/CLASS/..., perhaps test/CLASS/...; or only CLASS/..."""
 
+import contextlib
 import errno
 import os
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -26,6 +26,7 @@ class ImageFolder:
 
     def __init__(self, table: Table, mode: str, label_of: np.ndarray | None):
         self.table, self.mode, self.label_of = table, mode, label_of
+        self.left_out = table.left_out  # how many files of which kind are no samples
 
     def __len__(self) -> int:
         return len(self.table)
@@ -39,11 +40,6 @@ class ImageFolder:
     def path(self, index: int) -> str:
         """The file's path; bytes that are not UTF-8 as backslash escapes."""
         return shown(self.table.path(index))
-
-    @property
-    def left_out(self) -> dict[str, int]:
-        """How many files of which kind are no samples."""
-        return self.table.left_out
 
 
 def imagefolder(
@@ -87,7 +83,9 @@ def imagefolder(
     if mode == "test" or (mode == "predict" and predict_root is None):
         test = _labelled(os.path.join(root, "test"), names, pixels)
     if mode == "predict" and predict_root is not None:
-        predict = _unlabelled(predict_root, pixels)
+        if not os.path.isdir(predict_root):
+            raise ConfigError(f"data.predict_root={predict_root} is no folder")
+        predict = ImageFolder(_table(predict_root, by_class=False), pixels, None)
     classes = tuple(shown(name) for name in names)
     return Splits(train, val, test, predict, classes, in_chans or 3, image_size)
 
@@ -144,12 +142,6 @@ def _labelled(root: str, names: list[bytes], mode: str) -> ImageFolder:
     return ImageFolder(table, mode, np.array([labels[name] for name in table.classes]))
 
 
-def _unlabelled(root: str, mode: str) -> ImageFolder:
-    if not os.path.isdir(root):
-        raise ConfigError(f"data.predict_root={root} is no folder")
-    return ImageFolder(_table(root, by_class=False), mode, None)
-
-
 def _check_classes(table: Table) -> None:
     counts = np.bincount(table.labels, minlength=len(table.classes))
     if empty := [shown(table.classes[k]) for k in np.flatnonzero(counts == 0)]:
@@ -184,19 +176,14 @@ def read_image(path: str | bytes, mode: str) -> Image.Image:
     try:
         with Image.open(os.fsdecode(path)) as image:
             image.load()
-            return _in_mode(_upright(image), mode)
+            with contextlib.suppress(Exception):  # a broken EXIF block spoils no pixels
+                image = ImageOps.exif_transpose(image)
+            return _in_mode(image, mode)
     except Exception as error:  # PIL's decoders raise nearly every kind
         ours = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
         if isinstance(error, MemoryError) or getattr(error, "errno", None) in ours:
             raise
         raise BadImage(shown(os.fsencode(path)), _reason(error)) from error
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # a broken EXIF block says nothing about the pixels
-        return image
 
 
 def _in_mode(image: Image.Image, mode: str) -> Image.Image:
@@ -218,12 +205,11 @@ def _in_mode(image: Image.Image, mode: str) -> Image.Image:
 def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image that PIL knows"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    told = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return told or type(error).__name__
 
 
 def shown(path: bytes) -> str:
     """A path on one line, whatever bytes it holds."""
-    text: Any = path.decode("utf-8", "backslashreplace")
+    text = path.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

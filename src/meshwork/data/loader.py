@@ -9,14 +9,14 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, default_collate
 
 from meshwork.batch import Batch, BatchPlan, map_tensors
 from meshwork.config import ConfigError
@@ -24,7 +24,22 @@ from meshwork.data.order import mixed, permuted
 
 BLOCK = 2048  # samples whose order is looked up at once: 0.2 us each, where one alone takes 200
 WORKER_GRACE_S = 60  # a loader worker told to end serves on for so long
-STAND_INS = 100  # images in a row that may be bad
+IN_A_ROW = 100  # images that may be bad
+# What a worker's end looks like, and what to do about it.
+ENDED = {
+    r"killed by signal: (Killed|9)|exited unexpectedly": (
+        "a loader worker was killed, most likely because memory ran out (dmesg tells): set a "
+        "smaller data.workers or trainer.micro_batch_size, or ask for more memory"
+    ),
+    "Bus error": (
+        "a loader worker ran out of shared memory (/dev/shm): give the container more "
+        "(docker run --ipc=host), or set data.workers=0"
+    ),
+    "timed out": (
+        "a loader worker gave no batch in time: is the file system of data.root slow or gone? "
+        "Set data.workers=0 to see where it waits, or a larger runtime.timeout_s"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -139,8 +154,10 @@ class Samples:
     def __getitem__(self, step: Step) -> Batch:
         indices = step.indices if len(step.indices) else np.array([step.start])  # all padding
         n, bad = len(step.indices), []
-        with random_state_kept(self.draws and get_worker_info() is None):
-            items, found = zip(*self._rows(step.epoch, indices, bad), strict=True)
+        seeds = sample_seeds(self.seed, step.epoch, indices) if self.draws else indices
+        rows = zip(indices.tolist(), seeds.tolist(), strict=True)
+        with random_state_kept() if self.draws else nullcontext():
+            items, found = zip(*(self._row(step.epoch, *row, bad) for row in rows), strict=True)
         inputs, target = default_collate(list(items))
         weight = torch.zeros(step.padded)
         weight[:n] = torch.tensor(found[:n], dtype=torch.float32)
@@ -150,28 +167,18 @@ class Samples:
         uniform = n == step.padded and all(found)
         return Batch(tuple(inputs), target, weight, step.total, tuple(bad) if n else (), uniform)
 
-    def _rows(self, epoch: int, indices: np.ndarray, bad: list) -> Iterator[tuple[Any, bool]]:
-        """Each row's item, and whether it counts."""
-        seeds = sample_seeds(self.seed, epoch, indices) if self.draws else indices
-        for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
+    def _row(self, epoch: int, index: int, seed: int, bad: list) -> tuple[Any, bool]:
+        """A row's item, or the next good one's in its place, and whether the row counts."""
+        for draw in range(IN_A_ROW):
             try:
-                yield self._item(index, seed), True
+                return self._item(index, seed), draw == 0 or self.train
             except BadImage as error:
-                if not self.skip:
+                if not self.skip or draw == IN_A_ROW - 1:
                     raise
-                bad.append((error.path, error.reason))
-                yield self._stand_in(epoch, index), self.train
-
-    def _stand_in(self, epoch: int, index: int) -> Any:
-        for draw in range(1, STAND_INS):
-            other = (index + draw) % len(self.dataset)
-            try:
-                return self._item(
-                    other, int(sample_seeds(self.seed, epoch, np.array([other]), draw)[0])
-                )
-            except BadImage as error:
-                last = error
-        raise last
+                if draw == 0:
+                    bad.append((error.path, error.reason))
+            index = (index + 1) % len(self.dataset)
+            seed = int(sample_seeds(self.seed, epoch, np.array([index]), draw + 1)[0])
 
     def _item(self, index: int, seed: int) -> tuple[tuple, Any]:
         if self.draws:
@@ -208,18 +215,15 @@ def sample_seeds(seed: int, epoch: int, indices: np.ndarray, draw: int = 0) -> n
 
 
 @contextmanager
-def random_state_kept(keep: bool) -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """Puts the states of Python's, numpy's and torch's generators back at the end."""
-    if not keep:
-        yield
-        return
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 # ---- the loader ----------------------------------------------------------------------------------
@@ -269,19 +273,4 @@ def explain(error: BaseException) -> str | None:
         return text.strip().splitlines()[-1].rpartition("ConfigError: ")[2]
     if not isinstance(error, RuntimeError) or "DataLoader" not in text:
         return None
-    if re.search(r"killed by signal: (Killed|9)|exited unexpectedly", text):
-        return (
-            "a loader worker was killed, most likely because memory ran out (dmesg tells): set a "
-            "smaller data.workers or trainer.micro_batch_size, or ask for more memory"
-        )
-    if "Bus error" in text:
-        return (
-            "a loader worker ran out of shared memory (/dev/shm): give the container more "
-            "(docker run --ipc=host), or set data.workers=0"
-        )
-    if "timed out" in text:
-        return (
-            "a loader worker gave no batch in time: is the file system of data.root slow or gone? "
-            "Set data.workers=0 to see where it waits, or a larger runtime.timeout_s"
-        )
-    return None
+    return next((told for sign, told in ENDED.items() if re.search(sign, text)), None)

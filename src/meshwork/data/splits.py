@@ -26,10 +26,6 @@ class Splits:
     in_chans: int = 3
     image_size: int = 224
 
-    @property
-    def num_classes(self) -> int:
-        return len(self.classes)
-
 
 @dataclass(frozen=True)
 class Subset:

@@ -7,20 +7,17 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import Compose
 
 from meshwork.config import Augment, ConfigError
 
 
-class Transform:
+class Transform(Compose):
     """Steps from a PIL image to a float tensor; `draws` says whether they use random numbers."""
 
     def __init__(self, steps: list, draws: bool):
-        self.steps, self.draws = steps, draws
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        for step in self.steps:
-            image = step(image)
-        return image
+        super().__init__(steps)
+        self.draws = draws
 
 
 def train_transform(
@@ -93,13 +90,10 @@ class Fit:
         names = ("interpolation", "crop_pct", "crop_mode")
         given = {name: images[name] for name in names if name in images}
         whole = create_transform(image_size, mean=_channels(images["mean"], 3), **given)
-        self.size, self.steps = (image_size, image_size), whole.transforms[:-2]
+        self.size, self.resized = (image_size, image_size), Compose(whole.transforms[:-2])
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        if image.size != self.size:
-            for step in self.steps:
-                image = step(image)
-        return image
+        return image if image.size == self.size else self.resized(image)
 
 
 class Shift:
