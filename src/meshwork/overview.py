@@ -15,16 +15,12 @@ from meshwork.parallel.fsdp import placement
 
 def ranks_row(world: World) -> str:
     """Where the ranks come from, how many, on what."""
-    ranks, nodes = world.ranks, len(set(world.hosts)) or 1
-    device = world.device.type
-    backend = (
-        "no process group" if world.control is None else "nccl" if device == "cuda" else "gloo"
-    )
-    count = (
-        f"{ranks.world_size} from {ranks.source}" if ranks.world_size > 1 else f"1, {ranks.source}"
-    )
-    text = f"{count}; {nodes} node{'s' * (nodes > 1)}, {device}, {backend}"
-    more = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks, nodes, device = world.ranks, len(set(world.hosts)) or 1, world.device.type
+    backend = "nccl" if device == "cuda" else "gloo"
+    backend = "no process group" if world.control is None else backend
+    source = f" from {ranks.source}" if ranks.world_size > 1 else f", {ranks.source}"
+    text = f"{ranks.world_size}{source}; {nodes} node{'s' * (nodes > 1)}, {device}, {backend}"
+    more = torch.cuda.device_count()
     if ranks.master is None and more > 1:
         command = f"torchrun --standalone --nproc-per-node={more} train.py"
         text += f"\nthis machine has {more} GPUs: {command}"
@@ -41,14 +37,16 @@ def rows_of_plan(
     horizon: Horizon | None,
 ) -> list[tuple[str, str]]:
     """Rows of the start table that are known before any rank starts."""
-    parameters = list(model.parameters())
-    n = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    n = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = f", {trained:,} trained" if trained != n else ""
+    name = f"{cfg.model.name} ({type(model).__name__}), {cfg.trainer.precision}"
+    if cfg.model.checkpoint_path is not None:
+        name += f"\nweights from {cfg.model.checkpoint_path}; {getattr(model, 'loaded', '')}"
     rows = [
         ("layout", f"{layout}; {n:,} parameters{frozen}\n{_memory(cfg, layout, split, model)}"),
         *_split_rows(layout, plan, split),
-        ("model", _model_row(cfg, model)),
+        ("model", name),
         ("data", _data_row(cfg, plan, data)),
     ]
     if horizon is None:
@@ -63,36 +61,22 @@ def rows_of_plan(
 def _memory(cfg: Config, layout: Layout, split: Split, model: Any) -> str:
     """Bytes of the rank that holds most, between steps."""
     regions = split.tensor.regions if split.tensor else ()
-    halved = {f"{r.name}.{k}" if r.name else k for r in regions for k in r.split}
-    states = _states(cfg)
-    stages = split.stages
-    ranks = (
-        {
-            n: stages.rank_of(p.number, layout.pp)
-            for p in stages.parts
-            for n, _ in p.named_parameters()
-        }
-        if stages
-        else {}
-    )
-    held = [0] * layout.pp  # values on each pipeline rank: all, and trained ones
-    trained = [0] * layout.pp
-    for name, p in model.named_parameters():
-        shape = list(p.shape)
-        size = p.numel() / (layout.tp if name in halved else 1)
-        if layout.shards:
-            dim = placement(p, layout.dp_shard).dim
-            full = max(1, shape[dim] if shape else 1)
-            size *= -(-full // layout.dp_shard) / full
-        rank = ranks.get(name, 0)
-        held[rank] += int(size) * p.element_size()
-        trained[rank] += int(size) * p.element_size() * p.requires_grad
-    rank = max(range(layout.pp), key=lambda r: held[r])
-    parts = {
-        "parameters": held[rank],
-        "gradients": trained[rank],
-        "optimizer": states * trained[rank],
+    halved = {f"{r.name}.{k}".removeprefix(".") for r in regions for k in r.split}
+    ranks = {
+        name: split.stages.rank_of(part.number, layout.pp)
+        for part in (split.stages.parts if split.stages else ())
+        for name, _ in part.named_parameters()
     }
+    held, trained = [0] * layout.pp, [0] * layout.pp  # bytes on each pipeline rank
+    for name, p in model.named_parameters():
+        size = p.numel() * p.element_size() / (layout.tp if name in halved else 1)
+        if layout.shards and p.ndim:
+            full = max(1, p.shape[placement(p, layout.dp_shard).dim])
+            size *= -(-full // layout.dp_shard) / full
+        held[ranks.get(name, 0)] += size
+        trained[ranks.get(name, 0)] += size * p.requires_grad
+    held, trained = max(zip(held, trained, strict=True))
+    parts = {"parameters": held, "gradients": trained, "optimizer": _states(cfg) * trained}
     return "a rank: " + ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in parts.items())
 
 
@@ -140,43 +124,28 @@ def bubble_of(schedule: str, pp: int, n_micro: int) -> float:
     return idle / (STAGES_PER_RANK[schedule] * n_micro + idle)
 
 
-def _model_row(cfg: Config, model: Any) -> str:
-    text = f"{cfg.model.name} ({type(model).__name__}), {cfg.trainer.precision}"
-    if cfg.model.checkpoint_path is not None:
-        text += f"\nweights from {cfg.model.checkpoint_path}; {getattr(model, 'loaded', '')}"
-    return text
-
-
 def _batch_row(cfg: Config, plan: BatchPlan) -> str:
     text = f"{plan.global_batch} = {plan.ranks} ranks x {plan.n_micro} micro-batches x {plan.micro}"
     extra = plan.padded * plan.ranks - plan.global_batch
     if plan.coupled:
-        tied = cfg.trainer.micro_batch_size is None and plan.ranks > 1
         text += f"\nBatchNorm over {plan.micro} samples"
-        text += (
-            f" (tied to {plan.ranks} ranks): trainer.micro_batch_size={plan.micro} repeats it "
-            "elsewhere" * tied
-        )
+        if cfg.trainer.micro_batch_size is None and plan.ranks > 1:
+            typed = f"trainer.micro_batch_size={plan.micro}"
+            text += f" (tied to {plan.ranks} ranks): {typed} repeats it elsewhere"
     elif extra:
         text += f"\npadded: {extra} more rows a step are run and masked"
     return text
 
 
 def _data_row(cfg: Config, plan: BatchPlan, data: Any) -> str:
-    sets = {name: getattr(data, name, None) for name in ("train", "val", "test", "predict")}
-    text = ", ".join(f"{name} {len(s):,}" for name, s in sets.items() if s is not None)
-    text += (
-        f"; {len(data.classes)} classes, {data.in_chans} x {data.image_size} x {data.image_size}"
-    )
-    left = (
-        len(data.train) % plan.global_batch if data.train is not None and cfg.data.drop_last else 0
-    )
-    if left:
-        text += (
-            f"\n{left} samples that do not fill a batch are left out each epoch, others each time"
-        )
+    names = ("train", "val", "test", "predict")
+    sets = {name: s for name in names if (s := getattr(data, name, None)) is not None}
+    text = ", ".join(f"{name} {len(s):,}" for name, s in sets.items())
+    size = f"{data.in_chans} x {data.image_size} x {data.image_size}"
+    text += f"; {len(data.classes)} classes, {size}"
+    if data.train is not None and cfg.data.drop_last and (n := len(data.train) % plan.global_batch):
+        text += f"\n{n} samples that do not fill a batch are left out each epoch, others each time"
     for name, s in sets.items():
-        found = {k: v for k, v in getattr(s, "left_out", {}).items() if v}
-        if found:
+        if found := getattr(s, "left_out", {}):
             text += f"\n{name}: left out " + ", ".join(f"{v:,} {k}" for k, v in found.items())
     return text
