@@ -78,17 +78,16 @@ def _split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
     rest = [a for a in argv if not re.fullmatch(r"--local[-_]rank=\d+", a)]
     while rest:
         arg = rest.pop(0)
-        name = arg.split("=", 1)[0]
-        value = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else None
+        name, equals, _ = arg.partition("=")
         if not arg.startswith("-"):
             overrides.append(arg)
-        elif name not in takes:
-            problems.append(_dashed(arg))
-            rest = rest[1:] if value is not None and "=" not in arg else rest
+            continue
+        alone = equals or not rest or "=" in rest[0] or rest[0].startswith("-")
+        value = [] if alone or not takes.get(name, True) else [rest.pop(0)]
+        if name in takes:
+            flags += [arg, *value]
         else:
-            flags.append(arg)
-            if takes[name] and "=" not in arg and value is not None:
-                flags.append(rest.pop(0))
+            problems.append(_dashed(arg))
     return flags, overrides, problems
 
 

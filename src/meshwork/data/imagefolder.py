@@ -18,24 +18,21 @@ EXPECTED = "expected train/CLASS/... and val/CLASS/..., or CLASS/... with data.v
 class ImageFolder:
     """Pairs (PIL image, label) of a table's files.
 
-    mode: L or RGB. label_of: int64, the label of each of the table's classes; None: the target is
-    the index. Raises BadImage for a file that cannot be read.
+    mode: L or RGB. labels: an integer for each file. Raises BadImage for a file that cannot be
+    read.
     """
 
     draws = False
 
-    def __init__(self, table: Table, mode: str, label_of: np.ndarray | None):
-        self.table, self.mode, self.label_of = table, mode, label_of
+    def __init__(self, table: Table, mode: str, labels: np.ndarray):
+        self.table, self.mode, self.labels = table, mode, labels
         self.left_out = table.left_out  # how many files of which kind are no samples
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        image = read_image(self.table.path(index), self.mode)
-        if self.label_of is None:
-            return image, index
-        return image, int(self.label_of[self.table.labels[index]])
+        return read_image(self.table.path(index), self.mode), int(self.labels[index])
 
     def path(self, index: int) -> str:
         """The file's path; bytes that are not UTF-8 as backslash escapes."""
@@ -64,15 +61,15 @@ def imagefolder(
     if in_chans not in (None, 1, 3):
         raise ConfigError(f"model.in_chans={in_chans}: images are given with 1 or 3 channels")
     pixels = "L" if in_chans == 1 else "RGB"
-    folders = _folders(root, "data.root")
+    folders = _folders(root)
     split = val_fraction is not None
     _check_layout(root, folders, split, mode)
-    train_root = os.path.join(root, "train") if "train" in folders else root
-    names = [os.fsencode(name) for name in _folders(train_root, "data.root")]
+    train_root = os.path.join(root, "train") if b"train" in folders else root
+    names = _folders(train_root)
     train = val = test = predict = None
     if mode == "train" or (split and mode == "validate"):
         train = _labelled(train_root, names, pixels)
-        _check_classes(train.table)
+        _check_classes(train, names)
         if split:
             train, val = _split(train, val_fraction, split_seed)
         train = subset(train, num_samples, seed, "data.num_samples")
@@ -85,7 +82,8 @@ def imagefolder(
     if mode == "predict" and predict_root is not None:
         if not os.path.isdir(predict_root):
             raise ConfigError(f"data.predict_root={predict_root} is no folder")
-        predict = ImageFolder(_table(predict_root, by_class=False), pixels, None)
+        table = _table(predict_root, by_class=False)
+        predict = ImageFolder(table, pixels, np.arange(len(table)))
     classes = tuple(shown(name) for name in names)
     return Splits(train, val, test, predict, classes, in_chans or 3, image_size)
 
@@ -93,31 +91,28 @@ def imagefolder(
 # ---- the layout of the folder --------------------------------------------------------------------
 
 
-def _folders(root: str, key: str) -> list[str]:
+def _folders(root: str) -> list[bytes]:
     try:
-        entries = [e for e in os.scandir(root) if e.is_dir() and not is_hidden(os.fsencode(e.name))]
-    except OSError as error:
-        raise ConfigError(
-            f"cannot list the folder {root} ({error.strerror}): change {key}"
-        ) from error
-    return sorted((e.name for e in entries), key=os.fsencode)
+        entries = list(os.scandir(os.fsencode(root)))
+    except OSError as e:
+        raise ConfigError(f"cannot list the folder {root} ({e.strerror}): change data.root") from e
+    return sorted(e.name for e in entries if e.is_dir() and not is_hidden(e.name))
 
 
-def _check_layout(root: str, folders: list[str], split: bool, mode: str) -> None:
-    special = [name for name in ("train", "val", "test") if name in folders]
-    found = ", ".join(f"{shown(os.fsencode(name))}/" for name in folders[:5]) or "no folders"
+def _check_layout(root: str, folders: list[bytes], split: bool, mode: str) -> None:
+    special = {b"train", b"val", b"test"} & set(folders)
+    found = ", ".join(f"{shown(name)}/" for name in folders[:5]) or "no folders"
     found += ", ..." if len(folders) > 5 else ""
-    if not folders or (special and "train" not in folders) or (not special and not split):
+    if not folders or (special and b"train" not in special) or (not special and not split):
         raise ConfigError(f"found {found} in data.root={root}: {EXPECTED}")
-    if "val" in folders and split:
+    if b"val" in special and split:
         raise ConfigError(
             f"found val/ in data.root={root} and data.val_fraction: set "
             "data.val_fraction=null to use val/, or take the folder away"
         )
-    needed = {"train": "val", "validate": "val", "test": "test"}.get(mode)
-    if needed == "val" and "val" not in folders and not split:
+    if mode in ("train", "validate") and b"val" not in special and not split:
         raise ConfigError(f"found {found} but no val/ in data.root={root}: {EXPECTED}")
-    if needed == "test" and "test" not in folders:
+    if mode == "test" and b"test" not in special:
         raise ConfigError(f"found {found} but no test/ in data.root={root}: mode=test needs it")
 
 
@@ -139,21 +134,22 @@ def _labelled(root: str, names: list[bytes], mode: str) -> ImageFolder:
             f"{root} has class folders that train/ has not: {', '.join(unknown)}; rename or move "
             f"them, train/ has {', '.join(shown(name) for name in names[:10])}"
         )
-    return ImageFolder(table, mode, np.array([labels[name] for name in table.classes]))
+    label_of = np.array([labels[name] for name in table.classes])
+    return ImageFolder(table, mode, label_of[table.labels])
 
 
-def _check_classes(table: Table) -> None:
-    counts = np.bincount(table.labels, minlength=len(table.classes))
-    if empty := [shown(table.classes[k]) for k in np.flatnonzero(counts == 0)]:
+def _check_classes(data: ImageFolder, names: list[bytes]) -> None:
+    counts = np.bincount(data.labels, minlength=len(names))
+    if empty := [shown(names[k]) for k in np.flatnonzero(counts == 0)]:
         raise ConfigError(
-            f"class folders without an image in {shown(table.root)}: {', '.join(empty)}; "
+            f"class folders without an image in {shown(data.table.root)}: {', '.join(empty)}; "
             "remove them or add images"
         )
 
 
 def _split(data: ImageFolder, fraction: float, seed: int) -> tuple[Subset, Subset]:
     """Rows to train on and rows to validate: the same share of each class, at least one image."""
-    labels, rng, chosen = np.asarray(data.table.labels), np.random.default_rng(seed), []
+    labels, rng, chosen = data.labels, np.random.default_rng(seed), []
     for rows in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
         n = min(max(1, round(fraction * len(rows))), len(rows) - 1)
         chosen.append(rng.permutation(rows)[:n])
