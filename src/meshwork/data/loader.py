@@ -93,17 +93,17 @@ def train_steps(
         )
     steps_a_block = max(1, BLOCK // plan.padded)
     while True:
-        block = []  # (start, size, rows) of the next steps
+        block = []  # (start, size, this rank's positions) of the next steps
         while len(block) < steps_a_block and (size := step_size(n, plan, offset, drop_last)):
-            block.append((offset, size, plan.rows(rank, size)))
+            rows = plan.rows(rank, size)
+            block.append((offset, size, np.arange(offset + rows.start, offset + rows.stop)))
             offset += size
         if not block:
             epoch, offset = epoch + 1, 0
             continue
-        positions = [start + np.arange(rows.start, rows.stop) for start, _, rows in block]
-        samples = permuted(np.concatenate(positions), n, seed, epoch)
-        parts = np.split(samples, np.cumsum([len(rows) for _, _, rows in block])[:-1])
-        for (start, size, _), indices in zip(block, parts, strict=True):
+        samples = permuted(np.concatenate([positions for *_, positions in block]), n, seed, epoch)
+        for start, size, positions in block:
+            indices, samples = np.split(samples, [len(positions)])
             yield Step(epoch, start, indices, plan.padded, size)
 
 
@@ -162,8 +162,8 @@ class Samples:
         weight = torch.zeros(step.padded)
         weight[:n] = torch.tensor(found[:n], dtype=torch.float32)
         if step.padded > len(items):
-            rows = torch.arange(step.padded) % len(items)
-            inputs, target = map_tensors(lambda t: t[rows], (inputs, target))
+            copied = torch.arange(step.padded) % len(items)
+            inputs, target = map_tensors(lambda t: t[copied], (inputs, target))
         uniform = n == step.padded and all(found)
         return Batch(tuple(inputs), target, weight, step.total, tuple(bad) if n else (), uniform)
 
@@ -241,7 +241,6 @@ def loader(
         samples,
         sampler=steps,
         batch_size=None,
-        collate_fn=_as_it_is,
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker,
@@ -249,10 +248,6 @@ def loader(
         timeout=timeout_s if workers else 0,
         generator=torch.Generator(),  # else each start draws from the stream dropout uses
     )
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
 
 
 def _start_worker(worker: int) -> None:

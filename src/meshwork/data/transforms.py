@@ -29,27 +29,6 @@ def train_transform(
     Without a random crop the image is fitted as in evaluation. Raises ConfigError for settings that
     timm does not take.
     """
-    steps = [] if augment.scale else [Fit(images, image_size)]
-    first, policy, erase = _timm_steps(augment, images, image_size)
-    steps += first
-    if augment.shift:
-        steps.append(Shift(augment.shift))
-    if policy:
-        steps += [_rgb, *policy]  # they know no other mode
-    steps += [Normalize(images, in_chans), *erase]
-    drawn = (augment.scale, augment.hflip, augment.shift, policy, augment.re_prob)
-    return Transform(steps, draws=any(drawn))
-
-
-def eval_transform(images: dict[str, Any], image_size: int, in_chans: int) -> Transform:
-    """PIL image to float32 [in_chans, image_size, image_size], resized and cropped as by timm."""
-    return Transform([Fit(images, image_size), Normalize(images, in_chans)], draws=False)
-
-
-def _timm_steps(
-    augment: Augment, images: dict[str, Any], image_size: int
-) -> tuple[list, list, list]:
-    """timm's random crop and flip, its colour policy on RGB images, its random erasing."""
     from timm.data import create_transform
 
     if augment.color_jitter and augment.auto_augment and "3a" not in augment.auto_augment:
@@ -77,8 +56,20 @@ def _timm_steps(
             f"data.augment.auto_augment={augment.auto_augment}: timm knows no such policy "
             f"({error}); expected rand-m9-mstd0.5, augmix-m5-w4, 3a, original or their kin"
         ) from error
-    crop = first.transforms[:1] if augment.scale else []
-    return crop + first.transforms[1:], policy.transforms, last.transforms[2:]
+    crop, *flips = first.transforms
+    steps = [crop if augment.scale else Fit(images, image_size), *flips]
+    if augment.shift:
+        steps.append(Shift(augment.shift))
+    if policy.transforms:
+        steps += [_rgb, *policy.transforms]  # they know no other mode
+    steps += [Normalize(images, in_chans), *last.transforms[2:]]
+    drawn = (augment.scale, augment.hflip, augment.shift, policy.transforms, augment.re_prob)
+    return Transform(steps, draws=any(drawn))
+
+
+def eval_transform(images: dict[str, Any], image_size: int, in_chans: int) -> Transform:
+    """PIL image to float32 [in_chans, image_size, image_size], resized and cropped as by timm."""
+    return Transform([Fit(images, image_size), Normalize(images, in_chans)], draws=False)
 
 
 class Fit:
