@@ -26,10 +26,10 @@ def for_hydra(text: str, groups: dict[str, list[str]], multirun: bool) -> tuple[
     _refuse_secrets(name, value)
     if sign.startswith("~"):
         return _deletion(text, name, groups), text
-    if name in PATHS and equals:
-        value = _path_value(name, value, multirun)
     if not equals:
         raise ConfigError(f"{text} is not an override: expected key=value")
+    if name in PATHS:
+        value = _path_value(name, value, multirun)
     parsed = _parse(f"{name}={value}")
     if parsed is None:
         raise ConfigError(

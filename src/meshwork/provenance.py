@@ -3,14 +3,12 @@
 Nothing here fails or takes long: what cannot be found out is left empty.
 """
 
-import getpass
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -55,17 +53,17 @@ def collect(argv: list[str], ranks: Any, device: Any) -> dict:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": [redact(word) for word in argv],
         "folder": os.getcwd(),
-        "user": _or_none(getpass.getuser),
+        "user": os.environ.get("USER", str(os.getuid())),
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "device": str(device),
-        "devices": _or_none(_devices) or [],
-        "ranks": asdict(ranks) if is_dataclass(ranks) else None,
+        "devices": _devices(),
+        "ranks": asdict(ranks),
         "git": git_state(),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": _or_none(_packages),
+        "packages": _packages(),
     }
 
 
@@ -126,10 +124,3 @@ def _packages() -> dict[str, str]:
     folders = (f for place in sys.path if place for f in Path(place).glob("*-*.dist-info"))
     found = (f.name.removesuffix(".dist-info").split("-", 1) for f in folders)
     return dict(sorted((name, version) for name, version in found))
-
-
-def _or_none(ask: Callable[[], Any]) -> Any:
-    try:
-        return ask()
-    except Exception:
-        return None
