@@ -16,7 +16,9 @@ from meshwork.config import ConfigError, Run
 from meshwork.logger import WandbLogger, check_wandb
 from meshwork.wandb_logger import has_key, wandb_mode
 
-RUN = Run(id=None, name=None, dir=None, root="outputs", group="g", tags=["a"], notes="why")
+RUN = Run(
+    id=None, name=None, dir=None, reopen=None, root="outputs", group="g", tags=["a"], notes="why"
+)
 KEY = "canary0123456789abcdef0123456789abcdef01"
 CANARY = "canary"
 
@@ -97,7 +99,7 @@ def test_an_argument_that_wandb_does_not_take_is_named():
 def test_disabled_neither_imports_wandb_nor_writes(tmp_path):
     code = (
         "import sys; from meshwork.logger import WandbLogger; from meshwork.config import Run;"
-        "w = WandbLogger('.', {}, Run(*[None] * 7), 'a', 'disabled', 'p', None, 1.0);"
+        "w = WandbLogger('.', {}, Run(*[None] * 8), 'a', 'disabled', 'p', None, 1.0);"
         "w.log({'x': 1}, 1); w.image('i', None, 1); w.table('t', [], [], 1); w.finish(0);"
         "assert w.commands() == [] and 'wandb' not in sys.modules"
     )
