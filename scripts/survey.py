@@ -121,7 +121,7 @@ def tried(family: str) -> dict[str, Any]:
     given = ["model=timm", f"model.name={name}", f"model.args={text}", "data=synthetic"]
     given += [f"data.image_size={size}", "data.num_samples=16", "data.val_samples=4"]
     given += ["trainer.precision=fp64", "trainer.global_batch_size=8"]
-    given += ["trainer.micro_batch_size=4", "optimizer=sgd", "optimizer.lr=0.00001"]
+    given += ["trainer.micro_batch_size=4", "optimizer=sgd", "optimizer.lr=0.0000001"]
     line: dict[str, Any] = {"family": family, "model": name, "args": args, "size": size}
     with tempfile.TemporaryDirectory() as folder:
         try:

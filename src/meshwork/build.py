@@ -10,7 +10,7 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from meshwork.config import Config, ConfigError, resolved_yaml
+from meshwork.config import Config, ConfigError, Model, resolved_yaml
 from meshwork.provenance import redact
 
 # What a config may call. Add your own package here; meshwork itself is the first.
@@ -130,6 +130,22 @@ def build_model(cfg: Config, data: Any) -> Any:
     from meshwork.models.weights import freeze, load_weights
 
     m = cfg.model
+    torch.manual_seed(cfg.seed)
+    pretrained = m.pretrained and m.checkpoint_path is None  # a file needs no hub
+    model = bare_model(m, data, pretrained, cfg.runtime.timeout_s)
+    if m.checkpoint_path is not None:
+        model.loaded = load_weights(model, m.checkpoint_path)  # for the start table
+    freeze(model, m.freeze)
+    if cfg.trainer.precision == "fp64":
+        model = model.double()
+    return model
+
+
+def bare_model(m: Model, data: Any, pretrained: bool, timeout_s: float = 600) -> Any:
+    """What `model._target_` makes for data of these classes, channels and image size.
+
+    Raises ConfigError where model and data disagree on them.
+    """
     facts = {
         "num_classes": len(data.classes) or None,
         "in_chans": data.in_chans,
@@ -144,16 +160,8 @@ def build_model(cfg: Config, data: Any) -> Any:
             )
     offered = {k: v for k, v in vars(m).items() if k not in ("_target_", "args", "freeze")}
     offered |= {k: getattr(m, k) or found for k, found in facts.items()}
-    offered["timeout_s"] = cfg.runtime.timeout_s
-    offered["pretrained"] = m.pretrained and m.checkpoint_path is None  # a file needs no hub
-    torch.manual_seed(cfg.seed)
-    model = call(m._target_, m.args, offered, "model")
-    if m.checkpoint_path is not None:
-        model.loaded = load_weights(model, m.checkpoint_path)  # for the start table
-    freeze(model, m.freeze)
-    if cfg.trainer.precision == "fp64":
-        model = model.double()
-    return model
+    offered |= {"pretrained": pretrained, "timeout_s": timeout_s}
+    return call(m._target_, m.args, offered, "model")
 
 
 def image_facts(model: Any) -> dict[str, Any]:
@@ -163,6 +171,14 @@ def image_facts(model: Any) -> dict[str, Any]:
 
     known = getattr(model, "pretrained_cfg", None) or {}
     return resolve_data_config({"in_chans": 3}, pretrained_cfg=dict(known))
+
+
+def input_facts(data: Any, model: Any) -> dict[str, Any]:
+    """What a checkpoint keeps so that its model can be used without the data: plain values."""
+    names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+    images = {k: v for k, v in image_facts(model).items() if k in names}
+    sizes = {"in_chans": data.in_chans, "image_size": data.image_size}
+    return {"classes": list(data.classes), **sizes, "images": images}
 
 
 def build_samples(cfg: Config, dataset: Any, data: Any, model: Any, task: Any, train: bool) -> Any:

@@ -70,6 +70,28 @@ def load(cfg: DictConfig, problems: Iterable[str] = ()) -> Config:
     return config
 
 
+def saved_model(file: Path) -> Model:
+    """The model group of a run's config.yaml, whatever the other groups have.
+
+    A run's config is resolved: an interpolation in it could call what a notebook has registered,
+    and is refused. Raises ConfigError naming the file.
+    """
+    try:
+        group = OmegaConf.load(file)["model"]
+        raw = OmegaConf.to_container(group, resolve=False)
+        if "${" in OmegaConf.to_yaml(group):
+            raise ValueError("model holds an interpolation ${...}")
+    except Exception as e:  # YAML's errors and OmegaConf's have no common kind
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise ConfigError(
+            f"{file} cannot be read ({reason}): expected the config.yaml that a run has written"
+        ) from e
+    typed = OmegaConf.structured(Model)
+    if found := list(_problems(group, raw, Model, typed, "model.")):
+        raise ConfigError(*(f"{file}: {problem}" for problem in found))
+    return OmegaConf.to_object(typed)
+
+
 def resolved_yaml(cfg: Config) -> str:
     """The config as YAML, every value resolved."""
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwork import checkpoint
+from meshwork import build, checkpoint
 from meshwork.batch import BatchPlan
 from meshwork.checkpoint import Position, Saver
 from meshwork.checkpoint_files import DiskFull, newest
@@ -87,8 +87,9 @@ def save(job: Job, meter: Meter, outcome: Outcome, last: bool) -> None:
         "lr": job.cfg.optimizer.lr,
         "global_batch_size": job.plan.global_batch,
         "micro_batch_size": job.plan.micro,
-        "classes": list(job.data.classes),
         "layout": str(job.engine.layout),
+        "attempt": job.run.attempt,
+        **build.input_facts(job.data, job.engine.module),
     }
     try:
         job.report.saved(job.saver.wait())

@@ -47,8 +47,8 @@ def train_transform(
             color_jitter=augment.color_jitter or None,
             auto_augment=augment.auto_augment,
             interpolation=images["interpolation"],
-            mean=_channels(images["mean"], 3),
-            std=_channels(images["std"], 3),
+            mean=channels(images["mean"], 3),
+            std=channels(images["std"], 3),
             re_prob=augment.re_prob,
         )
     except (AssertionError, ValueError, KeyError, IndexError) as error:
@@ -80,7 +80,7 @@ class Fit:
 
         names = ("interpolation", "crop_pct", "crop_mode")
         given = {name: images[name] for name in names if name in images}
-        whole = create_transform(image_size, mean=_channels(images["mean"], 3), **given)
+        whole = create_transform(image_size, mean=channels(images["mean"], 3), **given)
         self.size, self.resized = (image_size, image_size), Compose(whole.transforms[:-2])
 
     def __call__(self, image: Image.Image) -> Image.Image:
@@ -105,7 +105,7 @@ class Normalize:
     """
 
     def __init__(self, images: dict[str, Any], in_chans: int):
-        mean, std = (np.array(_channels(images[name], in_chans)) for name in ("mean", "std"))
+        mean, std = (np.array(channels(images[name], in_chans)) for name in ("mean", "std"))
         shape = (in_chans, 1, 1)
         self.factor = torch.from_numpy(1 / (255 * std)).float().reshape(shape)
         self.shift = torch.from_numpy(-mean / std).float().reshape(shape)
@@ -123,7 +123,7 @@ class Normalize:
         return torch.addcmul(self.shift, torch.from_numpy(pixels), self.factor, out=image)
 
 
-def _channels(values: tuple[float, ...], n: int) -> tuple[float, ...]:
+def channels(values: tuple[float, ...], n: int) -> tuple[float, ...]:
     return tuple(values) if len(values) == n else (float(np.mean(values)),) * n
 
 

@@ -43,10 +43,7 @@ def timm_model(
         )
     if num_classes is None:
         raise ConfigError(f"model.name={name} needs model.num_classes: the data names no classes")
-    config = timm.models.get_pretrained_cfg(name, allow_unregistered=True)
-    given = {"num_classes": num_classes, "in_chans": in_chans, **args}
-    if img_size is not None and config is not None and config.fixed_input_size:
-        given.setdefault("img_size", img_size)
+    given = timm_arguments(name, num_classes, in_chans, img_size, args)
     # Families that know no dropout or stochastic depth refuse the argument, so 0 is left unsaid.
     given |= {"drop_rate": drop_rate} if drop_rate else {}
     given |= {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
@@ -66,6 +63,19 @@ def timm_model(
     if img_size is not None:
         _check_output(model, name, (in_chans, img_size, img_size), num_classes)
     return model
+
+
+def timm_arguments(
+    name: str, num_classes: int, in_chans: int, img_size: int | None, args: dict
+) -> dict[str, Any]:
+    """What `timm.create_model` is given beside the name, rates of dropout aside."""
+    import timm
+
+    config = timm.models.get_pretrained_cfg(name, allow_unregistered=True)
+    given = {"num_classes": num_classes, "in_chans": in_chans, **args}
+    if img_size is not None and config is not None and config.fixed_input_size:
+        given.setdefault("img_size", img_size)
+    return given
 
 
 def _create(name: str, given: dict, **more: Any) -> nn.Module:
