@@ -1,6 +1,8 @@
 """Nodes come and go under torchrun: the run goes on, in its folder, with its numbers."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,23 +59,56 @@ def check(folder: Path, wanted: list[float], attempts: int) -> None:
     assert len(names) == 1 and run.name.endswith(names.pop())
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def attempt_of(folder: Path) -> int:
+    return lines(folder)[-1]["attempt"]
+
+
+def steps_of_attempt(folder: Path, attempt: int) -> list[int]:
+    return [line["step"] for line in lines(folder) if line["attempt"] == attempt]
+
+
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_four_ranks_become_two_become_three(layout: str, network: Network, tmp_path: Path) -> None:
-    """A node is lost, then another one joins; a worker is killed on the way."""
-    given = ("trainer.max_steps=600", f"parallel={layout}")
+    """A node is lost at once, then another one joins."""
+    given = ("trainer.max_steps=300", f"parallel={layout}")
     wanted = unbroken(tmp_path, *given)
     first, second = network.node(2, *RUN, *given), network.node(2, *RUN, *given)
-    wait_until(lambda: step_of(tmp_path) >= 25, 90, "step 25 on four ranks")
+    wait_until(lambda: step_of(tmp_path) >= 15, 90, "step 15 on four ranks")
     assert len(first.workers()) == len(second.workers()) == 2
     second.kill()
     before = step_of(tmp_path)
-    wait_until(lambda: lines(tmp_path)[-1]["attempt"] == 2, 90, "a step without the second node")
-    assert lines(tmp_path)[-1]["step"] > before // 10 * 10 - 10  # at most an interval lost
-    network.node(1, *RUN, *given)
-    wait_until(lambda: lines(tmp_path)[-1]["attempt"] == 3, 90, "a step with the third node")
-    joined = [line for line in lines(tmp_path) if line["attempt"] == 3]
-    last = [line["step"] for line in lines(tmp_path) if line["attempt"] == 2][-1]
-    assert joined[0]["step"] == last + 1  # nothing is lost where a node joins
-    for node in network.nodes[::2]:
+    wait_until(lambda: attempt_of(tmp_path) == 2, 90, "a step without the second node")
+    assert steps_of_attempt(tmp_path, 2)[0] > before - 10  # at most an interval is lost
+    third = network.node(1, *RUN, *given)
+    wait_until(lambda: attempt_of(tmp_path) == 3, 90, "a step with the third node")
+    last = steps_of_attempt(tmp_path, 2)[-1]
+    assert steps_of_attempt(tmp_path, 3)[0] == last + 1  # nothing is lost where a node joins
+    for node in (first, third):
         assert node.ended(150) == 0, node.log.read_text()[-3000:]
     check(tmp_path, wanted, 3)
+
+
+def test_a_worker_is_killed_and_a_node_leaves(network: Network, tmp_path: Path) -> None:
+    """Pipeline and shards on four ranks, again on four, then on the two that stay."""
+    given = ("trainer.max_steps=120", "parallel=pipeline_fsdp", "trainer.micro_batch_size=2")
+    wanted = unbroken(tmp_path, *(o for o in given if not o.startswith("parallel")))
+    first, second = network.node(2, *RUN, *given), network.node(2, *RUN, *given)
+    wait_until(lambda: step_of(tmp_path) >= 15, 90, "step 15 on four ranks")
+    os.kill(second.workers()[0], signal.SIGKILL)
+    wait_until(lambda: attempt_of(tmp_path) == 2, 90, "a step after the kill")
+    second.leave()
+    wait_until(lambda: attempt_of(tmp_path) == 3, 90, "a step without the second node")
+    last = steps_of_attempt(tmp_path, 2)[-1]
+    assert steps_of_attempt(tmp_path, 3)[0] == last + 1
+    assert first.ended(150) == 0, first.log.read_text()[-3000:]
+    second.ended(30)
+    check(tmp_path, wanted, 3)
+
+
+def test_a_count_that_does_not_fit_is_refused_with_those_that_do(
+    network: Network, tmp_path: Path
+) -> None:
+    node = network.node(3, *RUN, "parallel=pipeline_fsdp", "trainer.max_steps=5")
+    wait_until(lambda: "WORLD_SIZE=3" in node.log.read_text(), 60, "the refusal")
+    assert "start 2 or 4 processes" in node.log.read_text()
+    assert not (tmp_path / "outputs").exists()
