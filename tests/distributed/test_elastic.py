@@ -67,7 +67,8 @@ def steps_of_attempt(folder: Path, attempt: int) -> list[int]:
     return [line["step"] for line in lines(folder) if line["attempt"] == attempt]
 
 
-@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_four_ranks_become_two_become_three(layout: str, network: Network, tmp_path: Path) -> None:
     """A node is lost at once, then another one joins."""
     given = ("trainer.max_steps=300", f"parallel={layout}")
