@@ -1,6 +1,6 @@
 """What the template costs: its loop against a hand-written one, its sample path, its start.
 
-    make bench        (or: python scripts/bench.py [loop] [samples] [start] [layouts])
+    make bench        (or: python scripts/bench.py [loop] [samples] [start] [layouts] [saving])
 
 Everything is measured in one run, the two sides in turn, on one thread; only ratios are worth
 keeping. Losses of both loops are compared, so that both do the same work. `layouts` is all of
@@ -8,6 +8,7 @@ bench_layouts.py.
 """
 
 import argparse
+import importlib
 import json
 import statistics
 import subprocess
@@ -267,7 +268,9 @@ def _to_first_step(command: list[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", default=["loop", "samples", "start", "layouts"])
+    parser.add_argument(
+        "what", nargs="*", default=["loop", "samples", "start", "layouts", "saving"]
+    )
     what = parser.parse_args().what
     torch.set_num_threads(1)
     import timm
@@ -288,10 +291,9 @@ def main() -> None:
         bench_samples("synthetic", "data=synthetic", "data.augment.hflip=0.5")
     if "start" in what:
         bench_start()
-    if "layouts" in what:
-        import bench_layouts
-
-        bench_layouts.main()
+    for name in ("layouts", "saving"):
+        if name in what:
+            importlib.import_module(f"bench_{name}").main()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def evaluate(
         if stop():
             engine.train()
             return None
-        world.beat(f"{prefix}, batch {number}")
+        world.beat(f"{prefix}, batch {number}", patient=number == 0)
         bad += batch.bad
         batch = batch.to(world.device, engine.dtype)
         output = engine.predict(batch)

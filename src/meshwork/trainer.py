@@ -44,7 +44,7 @@ def fit(job: Job) -> Outcome:
     engine.train()
     meter, before = Meter(), time.perf_counter()
     while position.step < last and outcome.stale < patience and not job.stop.agreed():
-        job.world.beat(f"step {position.step + 1}")
+        job.world.beat(f"step {position.step + 1}", patient=position.step == first)
         batch = next(batches)
         waited = time.perf_counter() - before
         lr = job.schedule.set(position.step)

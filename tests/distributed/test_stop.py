@@ -150,14 +150,15 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
 
 def test_a_rank_that_stands_still_is_named_with_its_place(tmp_path: Path) -> None:
     given = ("task.args.on_rank=1", "task.args.wait_s=100", "runtime.step_timeout_s=6")
+    given += ("task.args.quick=1",)  # the first step may take long
     ended = train(2, *QUICK, *SLOW, *given, cwd=tmp_path, before=faults.allow, timeout_s=60)
     assert 0 not in ended.codes
     said = [line for line in ended.all_err.splitlines() if "nothing has moved for 6 s" in line]
     assert len(said) == 1, ended.all_err
-    assert "runtime.step_timeout_s" in said[0] and "rank 1: step 1: faults.py:" in said[0]
+    assert "runtime.step_timeout_s" in said[0] and "rank 1: step 2: faults.py:" in said[0]
     status = status_of(tmp_path)
     assert status["state"] == "failed" and "faults.py" in status["where"]["1"]
-    assert status["where"]["0"].startswith("step 1: engine.py:")
+    assert status["where"]["0"].startswith("step 2: engine.py:")
     for rank in (0, 1):
         stacks = (tmp_path / "run" / "logs" / f"rank{rank}.stacks.txt").read_text()
         assert "most recent call first" in stacks
